@@ -1,0 +1,71 @@
+"""What the router actor and the rest of the fleet tell one another: plain structs, no Ray.
+
+`AdapterEntry` and `Change` belong to the desired state and live in `cluster.registry`.
+"""
+
+import msgspec
+
+from cluster.registry import AdapterEntry, Change
+from lora_core.errors import LoRAFleetError
+from lora_core.types import LoRAStatus
+
+ROUTER_ACTOR = "adapter_router"
+"""Name of the router actor within its deployment, and its key in a replica's metadata."""
+
+
+class ReplicaUnknown(LoRAFleetError):
+    """The router does not know this replica (its lease ran out, or the router restarted): register again."""
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica must apply before it takes requests; then it acknowledges `epoch` and follows what comes after."""
+
+    epoch: int
+    changes: list[Change]
+    """To apply in the order given: unloads of what the replica holds and should not, then loads of what it lacks."""
+    router_name: str
+    """The router actor's Ray name in namespace "serve"; empty outside Ray."""
+    lease_s: float = 5.0
+    """A replica silent for longer than this no longer counts; while it applies changes it sends heartbeats."""
+
+
+class LoadOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a load or unload ended over the whole fleet."""
+
+    status: LoRAStatus
+    message: str
+    per_replica: dict[str, str] = {}
+    """replica id -> its own words: its status and message."""
+    epoch: int = 0
+    """Epoch that a request must carry to see the change; 0 when nothing was changed."""
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """What one live replica holds, of the adapters now served (other generations are left out)."""
+
+    resident: frozenset[str] = frozenset()
+    """Names in a slot."""
+    loaded: frozenset[str] = frozenset()
+    """Names in host memory."""
+    refused: frozenset[str] = frozenset()
+    """Names of served adapters this replica could not load; a request for one cannot succeed there."""
+    num_slots: int = 0
+    num_slots_used: int = 0
+    """Slots taken by any generation, also by those being drained."""
+    sequence: int = -1
+    """Of the residency report this came from; -1 before the first."""
+    epoch: int = 0
+    """Last change the replica acknowledged."""
+
+
+class FleetTable(msgspec.Struct, frozen=True, kw_only=True):
+    """One consistent view of the fleet; a higher version of the same router is newer."""
+
+    version: int
+    epoch: int
+    adapters: dict[str, AdapterEntry]
+    """Name -> entry, for adapters that can be asked for now (state "ready")."""
+    replicas: dict[str, ReplicaState]
+    """Replica id -> what it holds, for replicas whose lease is current."""
+    router_id: str = ""
+    """Changes when the router restarts; versions of different routers do not compare."""

@@ -1,0 +1,161 @@
+"""The router's memory on disk: a small SQLite database that outlives it."""
+
+import logging
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lora_core.errors import ConfigError, LoRAFleetError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""`PRAGMA user_version` of the tables below."""
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS adapters (
+    name TEXT PRIMARY KEY, path TEXT NOT NULL, generation INTEGER NOT NULL, state TEXT NOT NULL, static INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS withdrawn (name TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+
+
+class Journal:
+    """Epoch counter, adapters, and static adapters withdrawn at run time.
+
+    The last process to open a journal owns it; an earlier owner's writes are refused, so that two routers never hand
+    out one epoch twice.
+
+    Args:
+        path: Database file; unset keeps everything in memory.
+
+    Raises:
+        ConfigError: the file cannot be opened, or is not such a database.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._where = "memory" if path is None else str(path)
+        self._owner = uuid.uuid4().hex
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            # The owner may be built on one thread and used on another, never at once.
+            self._database = sqlite3.connect(
+                ":memory:" if path is None else path, timeout=5, isolation_level=None, check_same_thread=False
+            )
+            self._open()
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(
+                f"the adapter journal {self._where} cannot be opened ({error}); "
+                "name a writable SQLite file in `router.journal`, or leave it unset to keep adapters in memory"
+            ) from error
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch given out."""
+        return int(self._meta("epoch"))
+
+    @property
+    def run(self) -> str:
+        """Name of the run that last used the journal; empty for a new one."""
+        return str(self._meta("run") or "")
+
+    def adapters(self) -> list[tuple[str, str, int, str, bool]]:
+        """All adapters as (name, path, generation, state, static)."""
+        rows = self._database.execute("SELECT name, path, generation, state, static FROM adapters ORDER BY generation")
+        return [(name, path, generation, state, bool(static)) for name, path, generation, state, static in rows]
+
+    def withdrawn(self) -> set[str]:
+        """Static adapters that were unloaded in the journal's run."""
+        return {name for (name,) in self._database.execute("SELECT name FROM withdrawn")}
+
+    @contextmanager
+    def transaction(self) -> Iterator["JournalWriter"]:
+        """Commit what is written in the block, or nothing.
+
+        Raises:
+            LoRAFleetError: the database cannot be written, or belongs to a later router.
+        """
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                if self._meta("owner") != self._owner:
+                    raise LoRAFleetError(
+                        "this router has been replaced: another process opened the adapter journal "
+                        f"{self._where}; send the request again"
+                    )
+                yield JournalWriter(self._database)
+                self._database.execute("COMMIT")
+            except BaseException:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise LoRAFleetError(
+                f"nothing was changed: the adapter journal {self._where} cannot be written ({error}); "
+                "free space, or name another file in `router.journal`"
+            ) from error
+
+    def close(self) -> None:
+        """Close the database; the journal is unusable afterwards."""
+        self._database.close()
+
+    def _open(self) -> None:
+        self._database.execute("PRAGMA journal_mode = WAL")
+        # A change is acknowledged only once it is safe from a power cut.
+        self._database.execute("PRAGMA synchronous = FULL")
+        (found,) = self._database.execute("PRAGMA user_version").fetchone()
+        if found not in (0, FORMAT):
+            raise ConfigError(
+                f"the adapter journal {self._where} has format {found}, this version writes {FORMAT}; "
+                "name another file in `router.journal`"
+            )
+        self._database.executescript(TABLES)
+        self._database.execute("BEGIN IMMEDIATE")
+        # A new journal starts at the time of day, so that a generation is not given out twice even where the file was
+        # removed between two runs whose replicas live on.
+        origin = time.time_ns() // 1_000_000
+        self._database.execute("INSERT OR IGNORE INTO meta VALUES ('epoch', ?)", (origin,))
+        self._database.execute("INSERT OR REPLACE INTO meta VALUES ('owner', ?)", (self._owner,))
+        self._database.execute("COMMIT")
+        self._database.execute(f"PRAGMA user_version = {FORMAT}")
+
+    def _meta(self, key: str) -> Any:
+        row = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else row[0]
+
+
+class JournalWriter:
+    """Writes of one transaction."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def next_epoch(self) -> int:
+        """Give out the next epoch."""
+        self._database.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
+        (epoch,) = self._database.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
+        return int(epoch)
+
+    def put(self, name: str, path: str, generation: int, state: str, static: bool) -> None:
+        """Add or replace an adapter."""
+        values = (name, path, generation, state, static)
+        self._database.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?)", values)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter."""
+        self._database.execute("DELETE FROM adapters WHERE name = ?", (name,))
+
+    def withdraw(self, name: str) -> None:
+        """Remember that a static adapter was unloaded in this run."""
+        self._database.execute("INSERT OR IGNORE INTO withdrawn VALUES (?)", (name,))
+
+    def begin_run(self, run: str) -> None:
+        """Enter a new run: what was withdrawn in the last one no longer counts."""
+        self._database.execute("DELETE FROM withdrawn")
+        self._database.execute("INSERT OR REPLACE INTO meta VALUES ('run', ?)", (run,))

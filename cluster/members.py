@@ -1,0 +1,128 @@
+"""The live replicas: leases, acknowledgements and residency, as the router actor sees them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cluster.fleet import ReplicaState, ReplicaUnknown
+from cluster.registry import AdapterEntry
+from lora_core.messages import Residency
+from lora_core.types import LoRAResponse, LoRAStatus
+
+
+class Word(NamedTuple):
+    """A replica's last word on one adapter, and the epoch it acknowledged with it."""
+
+    epoch: int
+    response: LoRAResponse
+
+
+@dataclass
+class Member:
+    """One live replica."""
+
+    replica_id: str
+    expires_at: float
+    epoch: int
+    """Last change acknowledged."""
+    words: dict[str, Word] = field(default_factory=dict)
+    residency: Residency | None = None
+    num_slots: int = 0
+
+    def response(self, name: str, epoch: int) -> LoRAResponse | None:
+        """What the replica said of an adapter's change at `epoch` or later; None before it did."""
+        word = self.words.get(name)
+        return word.response if word is not None and word.epoch >= epoch else None
+
+
+class Members:
+    """Replicas with a current lease. Times are seconds on one clock of the caller's choice.
+
+    Args:
+        lease_s: A replica silent for longer than this is dropped.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._members: dict[str, Member] = {}
+
+    @property
+    def live(self) -> list[Member]:
+        """Members in the order of their first registration."""
+        return list(self._members.values())
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When the first lease ends; None without members."""
+        return min((member.expires_at for member in self._members.values()), default=None)
+
+    def add(self, replica_id: str, now: float, epoch: int, holding: Mapping[str, int]) -> None:
+        """Enter a replica that has acknowledged up to `epoch` and holds these generations, by name."""
+        member = Member(replica_id, now + self.lease_s, epoch)
+        for name, generation in holding.items():
+            member.words[name] = Word(generation, LoRAResponse(LoRAStatus.SUCCESS, "held when it registered"))
+        self._members[replica_id] = member
+
+    def get(self, replica_id: str) -> Member:
+        """The member of this id. Raises ReplicaUnknown."""
+        try:
+            return self._members[replica_id]
+        except KeyError:
+            raise ReplicaUnknown(f"replica {replica_id!r} is not registered, or its lease ended; register it") from None
+
+    def renew(self, replica_id: str, now: float) -> Member:
+        """Extend a lease. Raises ReplicaUnknown."""
+        member = self.get(replica_id)
+        member.expires_at = now + self.lease_s
+        return member
+
+    def expire(self, now: float) -> list[str]:
+        """Drop members whose lease has ended; returns their ids."""
+        gone = [replica_id for replica_id, member in self._members.items() if member.expires_at <= now]
+        for replica_id in gone:
+            del self._members[replica_id]
+        return gone
+
+    def acknowledge(
+        self, member: Member, epoch: int, results: Mapping[str, LoRAResponse], entries: Mapping[str, AdapterEntry]
+    ) -> None:
+        """Note what a replica applied. Words on adapters that are no longer in `entries` are not kept."""
+        member.epoch = max(member.epoch, epoch)
+        for name, response in results.items():
+            word = member.words.get(name)
+            if name in entries and (word is None or word.epoch <= epoch):
+                member.words[name] = Word(epoch, response)
+
+    def forget(self, name: str) -> None:
+        """Drop every word on an adapter that is gone."""
+        for member in self._members.values():
+            member.words.pop(name, None)
+
+    def report(self, member: Member, residency: Residency, num_slots: int) -> bool:
+        """Note what a replica holds; False for a report older than the one known."""
+        if member.residency is not None and residency.sequence <= member.residency.sequence:
+            return False
+        member.residency = residency
+        member.num_slots = num_slots
+        return True
+
+    def states(self, ready: Mapping[str, AdapterEntry]) -> dict[str, ReplicaState]:
+        """What each member holds of the adapters now served."""
+        return {replica_id: _state(member, ready) for replica_id, member in self._members.items()}
+
+
+def _state(member: Member, ready: Mapping[str, AdapterEntry]) -> ReplicaState:
+    report = member.residency or Residency(sequence=-1, resident=[], loaded=[])
+    served = {(entry.name, entry.generation) for entry in ready.values()}
+    said = {name: member.response(name, entry.generation) for name, entry in ready.items()}
+    loaded = {name for name, generation in report.loaded if (name, generation) in served}
+    loaded |= {name for name, word in said.items() if word is not None and word.status is LoRAStatus.SUCCESS}
+    return ReplicaState(
+        resident=frozenset(name for name, generation in report.resident if (name, generation) in served),
+        loaded=frozenset(loaded),
+        refused=frozenset(name for name, word in said.items() if word is not None and name not in loaded),
+        num_slots=member.num_slots,
+        num_slots_used=len(report.resident),
+        sequence=report.sequence,
+        epoch=member.epoch,
+    )

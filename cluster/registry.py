@@ -1,0 +1,245 @@
+"""Which adapters should be served, and the journal that remembers it.
+
+Every change is one epoch; an adapter's generation is the epoch of its load, so a generation is never reused. A change
+is committed to the journal before the method that makes it returns.
+"""
+
+import bisect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cluster.journal import Journal
+from lora_core.errors import AdapterNameTaken, AdapterNotFound
+from lora_core.types import LoRAOperation, LoRARequest
+
+logger = logging.getLogger(__name__)
+
+MAX_CHANGES_KEPT = 10_000
+"""Changes kept for replicas that are behind; one further behind registers again."""
+
+EntryState = Literal["loading", "ready", "unloading"]
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One desired adapter."""
+
+    name: str
+    path: str
+    generation: int
+    """Epoch of its load."""
+    state: EntryState
+    static: bool = False
+    """Named by the configuration (`lora_paths`) rather than loaded at run time."""
+    epoch: int = 0
+    """Epoch of its last change."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of the desired state, as replicas apply it."""
+
+    epoch: int
+    request: LoRARequest
+    """Carries the generation: a load gives it to the adapter, an unload names the one to drop."""
+    static: bool = False
+    """A static adapter that cannot be loaded is a fault of the configuration: a starting replica should not start."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All entries as of one epoch."""
+
+    epoch: int
+    entries: list[AdapterEntry]
+
+
+class AdapterRegistry:
+    """The desired adapters.
+
+    At start the journal is read back. An adapter found loading there was never acknowledged to anyone: it is dropped,
+    its name is free, and replicas that hold it are told to unload it when they register. One found unloading is gone.
+    Then the configuration is merged: a static adapter with the journalled path keeps its generation, another path
+    replaces it, and one the configuration no longer names is dropped. A static adapter unloaded at run time stays
+    unloaded when the router restarts within the same run, and returns with the next one.
+
+    Args:
+        journal: SQLite file; unset keeps everything in memory.
+        static: name -> path of the configuration's adapters.
+        run: Names the deployment this router belongs to; a restarted router has the same one.
+
+    Raises:
+        ConfigError: the journal cannot be used.
+    """
+
+    def __init__(self, journal: Path | None = None, *, static: Mapping[str, str] | None = None, run: str = "") -> None:
+        self._journal = Journal(journal)
+        self._entries: dict[str, AdapterEntry] = {}
+        self._changes: list[Change] = []
+        self._restore()
+        self._merge_static(static or {}, run)
+        self._horizon = self._epoch = self._journal.epoch
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last change."""
+        return self._epoch
+
+    @property
+    def entries(self) -> Mapping[str, AdapterEntry]:
+        """All entries by name, whatever their state."""
+        return self._entries
+
+    def ready(self) -> dict[str, AdapterEntry]:
+        """The adapters that can be asked for."""
+        return {name: entry for name, entry in self._entries.items() if entry.state == "ready"}
+
+    def snapshot(self) -> Snapshot:
+        """All entries now."""
+        return Snapshot(epoch=self._epoch, entries=list(self._entries.values()))
+
+    def begin_load(self, name: str, path: str) -> Change | None:
+        """Start loading an adapter; None where it is ready from this path already.
+
+        Raises:
+            AdapterNameTaken: the name belongs to an adapter from another path, or one that is being changed.
+        """
+        entry = self._entries.get(name)
+        if entry is not None and (entry.path, entry.state) == (path, "ready"):
+            return None
+        if entry is not None:
+            state = f"is {entry.state}" if entry.state != "ready" else "is loaded"
+            raise AdapterNameTaken(
+                f"adapter {name!r} {state} from {entry.path!r}, asked for {path!r}; "
+                "unload it first, or use another name"
+            )
+        with self._journal.transaction() as write:
+            epoch = write.next_epoch()
+            write.put(name, path, epoch, "loading", False)
+        self._entries[name] = AdapterEntry(name=name, path=path, generation=epoch, state="loading", epoch=epoch)
+        return self._record(epoch, _load(self._entries[name]))
+
+    def commit_load(self, name: str) -> AdapterEntry:
+        """Make a loading adapter ready."""
+        entry = self._entries[name]
+        assert entry.state == "loading", f"{name!r} is {entry.state}"
+        with self._journal.transaction() as write:
+            write.put(name, entry.path, entry.generation, "ready", entry.static)
+        self._entries[name] = msgspec.structs.replace(entry, state="ready")
+        return self._entries[name]
+
+    def rollback_load(self, name: str) -> Change:
+        """Undo a load: replicas are told to unload, and the name is free."""
+        change = self._withdraw(name)
+        del self._entries[name]
+        return change
+
+    def begin_unload(self, name: str) -> Change:
+        """Stop serving an adapter. Its name is free after `finish_unload`.
+
+        Raises:
+            AdapterNotFound: no such adapter, or it is unloading already.
+        """
+        entry = self._entries.get(name)
+        if entry is None or entry.state == "unloading":
+            raise AdapterNotFound(f"no adapter named {name!r} is loaded; loaded: {', '.join(sorted(self.ready()))}")
+        change = self._withdraw(name)
+        self._entries[name] = msgspec.structs.replace(entry, state="unloading", epoch=change.epoch)
+        return change
+
+    def finish_unload(self, name: str) -> None:
+        """Forget an unloading adapter."""
+        assert self._entries[name].state == "unloading", f"{name!r} is {self._entries[name].state}"
+        del self._entries[name]
+
+    def changes_since(self, epoch: int) -> list[Change] | None:
+        """Changes later than `epoch`, oldest first; None where they are no longer known."""
+        if not self._horizon <= epoch <= self._epoch:
+            return None
+        return self._changes[bisect.bisect_right(self._changes, epoch, key=lambda change: change.epoch) :]
+
+    def catch_up(self, holding: Mapping[str, int]) -> list[Change]:
+        """What turns a replica that holds these generations (by name) into one that has applied every change.
+
+        Unloads come first. Adapters still loading are included, those unloading are not.
+        """
+        wanted = {name: entry for name, entry in self._entries.items() if entry.state != "unloading"}
+        missing = sorted(
+            (entry for name, entry in wanted.items() if holding.get(name) != entry.generation),
+            key=lambda entry: entry.epoch,
+        )
+        # When these adapters were unloaded may be forgotten; what counts is that epochs rise along the list.
+        before = missing[0].epoch - 1 if missing else self._epoch
+        drop = {name: held for name, held in holding.items() if name not in wanted or wanted[name].generation != held}
+        unloads = [
+            Change(epoch=before, request=LoRARequest(LoRAOperation.UNLOAD, name, generation=generation))
+            for name, generation in drop.items()
+        ]
+        return unloads + [Change(epoch=entry.epoch, request=_load(entry), static=entry.static) for entry in missing]
+
+    def close(self) -> None:
+        """Close the journal; the registry is unusable afterwards."""
+        self._journal.close()
+
+    def _withdraw(self, name: str) -> Change:
+        """Take an adapter out of the journal: from here on a restart does not bring it back."""
+        entry = self._entries[name]
+        with self._journal.transaction() as write:
+            epoch = write.next_epoch()
+            write.remove(name)
+            if entry.static:
+                write.withdraw(name)
+        return self._record(epoch, LoRARequest(LoRAOperation.UNLOAD, name, generation=entry.generation))
+
+    def _record(self, epoch: int, request: LoRARequest) -> Change:
+        change = Change(epoch=epoch, request=request)
+        self._epoch = epoch
+        self._changes.append(change)
+        # Cut by halves, so that the cost of a cut is spread over many changes.
+        if len(self._changes) > MAX_CHANGES_KEPT:
+            dropped = len(self._changes) // 2
+            self._horizon = self._changes[dropped - 1].epoch
+            del self._changes[:dropped]
+        return change
+
+    def _restore(self) -> None:
+        for name, path, generation, state, static in self._journal.adapters():
+            if state == "ready":
+                self._entries[name] = AdapterEntry(
+                    name=name, path=path, generation=generation, state="ready", static=static, epoch=generation
+                )
+                continue
+            logger.warning("adapter %r was still loading when the router stopped: dropped, load it again", name)
+            with self._journal.transaction() as write:
+                write.remove(name)
+
+    def _merge_static(self, static: Mapping[str, str], run: str) -> None:
+        if run != self._journal.run:
+            with self._journal.transaction() as write:
+                write.begin_run(run)
+        withdrawn = self._journal.withdrawn()
+        for name in [name for name, entry in self._entries.items() if entry.static and name not in static]:
+            logger.warning("adapter %r is no longer in lora_paths: dropped", name)
+            with self._journal.transaction() as write:
+                write.remove(name)
+            del self._entries[name]
+        for name, path in static.items():
+            if name not in withdrawn:
+                self._set_static(name, path)
+
+    def _set_static(self, name: str, path: str) -> None:
+        entry = self._entries.get(name)
+        if entry is not None and entry.path != path:
+            logger.warning("adapter %r: lora_paths says %r, which replaces %r from the journal", name, path, entry.path)
+            entry = None
+        with self._journal.transaction() as write:
+            generation = write.next_epoch() if entry is None else entry.generation
+            write.put(name, path, generation, "ready", True)
+        self._entries[name] = AdapterEntry(
+            name=name, path=path, generation=generation, state="ready", static=True, epoch=generation
+        )
+
+
+def _load(entry: AdapterEntry) -> LoRARequest:
+    return LoRARequest(LoRAOperation.LOAD, entry.name, entry.path, entry.generation)

@@ -1,0 +1,1 @@
+"""Ray Serve deployments: the ingress, the router actor, the request router and the replicas."""

@@ -1,0 +1,68 @@
+"""`build(args)`: the application that `serve run cluster/config.yaml` deploys, and the only place that binds it."""
+
+import time
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
+
+from cluster.base_model import resolve_path
+from cluster.fleet import ROUTER_ACTOR
+from cluster.schema import AppSettings, parse_settings
+from deployments.ingress import BaseModelCard, Ingress
+from deployments.replica import EngineReplica
+from deployments.router import AdapterRouter
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Bind the engine deployment, its router actor and the ingress.
+
+    Args:
+        args: The `args` of the configuration file, see `cluster.schema.AppSettings`.
+
+    Raises:
+        ConfigError: a key is unknown or a value cannot work.
+    """
+    settings = parse_settings(args)
+    engine = serve.deployment(
+        EngineReplica,
+        name="EngineReplica",
+        max_ongoing_requests=256,
+        health_check_period_s=1,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=20,
+        # A replica that cannot start says why at once; trying long only hides it.
+        max_constructor_retry_count=2,
+        deployment_actors=[
+            DeploymentActorConfig(
+                name=ROUTER_ACTOR,
+                actor_class=ray.remote(AdapterRouter),
+                init_kwargs={"settings": router_settings(settings)},
+                actor_options={"num_cpus": 0},
+            )
+        ],
+        request_router_config=RequestRouterConfig(
+            request_router_class="deployments.request_router:AffinityRequestRouter"
+        ),
+    )
+    ingress = serve.deployment(serve.ingress(None)(Ingress), name="Ingress", max_ongoing_requests=1024)
+    base = BaseModelCard(settings.base_name, root=settings.model, created=int(time.time()))
+    return ingress.bind(engine.bind(settings.model_dump(mode="json")), base)
+
+
+def router_settings(settings: AppSettings) -> dict[str, Any]:
+    """What the router actor is started with; adapters' folders are named absolutely, the same for every replica."""
+    return {
+        "base_name": settings.base_name,
+        "lora_paths": [absolute_path(path) for path in settings.lora_config.lora_paths],
+        **settings.router.model_dump(mode="json"),
+    }
+
+
+def absolute_path(lora_path: str) -> str:
+    """`name=path` with the path made absolute where it is a folder here; a Hub id stays as it is."""
+    name, equals, path = lora_path.partition("=")
+    folder = resolve_path(path if equals else name)
+    return f"{name}={folder}" if folder is not None else lora_path

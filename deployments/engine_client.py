@@ -1,0 +1,340 @@
+"""`EngineClient`: the parent's side of one engine process. Starts it, talks to it, notices when it cannot go on."""
+
+import asyncio
+import itertools
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deployments.child_process import ChildProcess
+from deployments.token_stream import TokenStream
+from lora_core import errors
+from lora_core.channel import (
+    REQUEST_ENDPOINT,
+    RESPONSE_ENDPOINT,
+    AsyncMessageReceiver,
+    LoRAQueue,
+    MessageSender,
+    endpoint,
+)
+from lora_core.config import EngineConfig, LoRAConfig
+from lora_core.errors import ConfigError, EngineDead, InvalidRequest, LoRAFleetError
+from lora_core.messages import (
+    AbortRequest,
+    EngineEvent,
+    EngineFailed,
+    EngineReady,
+    GenerateRequest,
+    Residency,
+    StepOutput,
+)
+from lora_core.types import LoRARequest, LoRAResponse
+
+logger = logging.getLogger(__name__)
+
+MAX_SOCKET_FOLDER = 80
+"""Bytes of a socket folder's path: a unix socket's path, file name included, holds 107."""
+
+PROGRESS_EVERY_S = 10.0
+TICK_S = 0.25
+STOP_GRACE_S = 5.0
+
+
+class EngineClient:
+    """One engine process, for one event loop.
+
+    Args:
+        engine: What the process serves.
+        lora: Its adapter settings.
+        stall_timeout_s: Longest silence of a started process, which otherwise speaks twice a second and after each
+            step; then its requests are failed. It counts as alive again when it speaks again.
+        on_residency: Called on the loop with every new residency.
+        module: What the process runs.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        lora: LoRAConfig,
+        *,
+        stall_timeout_s: float = 60.0,
+        on_residency: Callable[[Residency], None] | None = None,
+        module: str = "deployments.engine_process",
+    ) -> None:
+        self.residency = Residency(-1, [], [])
+        """Which adapters the engine holds, as last heard."""
+        self.status = StepOutput(0)
+        """The engine's last step or heartbeat, for its counts of requests."""
+        self._engine, self._lora_config = engine, lora
+        self._stall_timeout_s = stall_timeout_s
+        self._on_residency = on_residency
+        self._module = module
+        # Weak, so that a stream its consumer has dropped is told to the engine.
+        self._streams: weakref.WeakValueDictionary[str, TokenStream] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._child: ChildProcess | None = None
+        self._folder: Path | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._fault: LoRAFleetError | None = None
+        self._stalled = False
+        self._silent_s = 0.0
+        self._closed = False
+
+    async def start(self, timeout_s: float) -> EngineReady:
+        """Start the process and wait until it can take requests.
+
+        Raises:
+            ConfigError: it cannot serve this configuration.
+            EngineDead: it ended, or was not ready within `timeout_s`. Nothing is left of it.
+        """
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[EngineReady] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._folder = _socket_folder()
+        base = f"ipc://{self._folder}/engine"
+        self._requests = MessageSender(endpoint(base, REQUEST_ENDPOINT), bind=True)
+        self._events: AsyncMessageReceiver[EngineEvent] = AsyncMessageReceiver(
+            endpoint(base, RESPONSE_ENDPOINT), EngineEvent, bind=True
+        )
+        self._lora_queue = LoRAQueue(base)
+        self._child = ChildProcess(self._module, self._first_line(base), self._environment())
+        self._tasks = [
+            asyncio.create_task(self._read_events(), name="engine-events"),
+            asyncio.create_task(self._watch_exit(self._child), name="engine-exit"),
+            asyncio.create_task(self._watch_silence(self._child), name="engine-silence"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_done)
+        try:
+            return await self._wait_ready(self._child, timeout_s)
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._child is not None, "not started"
+        return self._child.pid
+
+    def check_healthy(self) -> None:
+        """Raise EngineDead if the process has ended, or has been silent for longer than `stall_timeout_s`."""
+        if self._fault is not None:
+            # A new one each time: an exception gathers the traceback of everyone who raises it.
+            raise type(self._fault)(str(self._fault))
+        if self._stalled:
+            raise self._stall_error()
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        """Send a request, and return its tokens as they will arrive.
+
+        A fault of the request itself arrives in the stream, as an item with finish reason "error". Request ids are
+        the caller's affair: the engine gets each with a number behind it.
+
+        Raises:
+            EngineDead: the process cannot take it; also raised by the stream, as soon as the process ends.
+            InvalidRequest: a number in it does not fit into 64 bits.
+        """
+        self.check_healthy()
+        # Never used twice, so that no stream gets the late tokens of another one.
+        request_id = f"{request.request_id}#{next(self._numbers)}"
+        stream = TokenStream(request_id, self._abandon)
+        try:
+            self._requests.send(msgspec.structs.replace(request, request_id=request_id))
+        except OverflowError:
+            raise InvalidRequest("a number in the request does not fit into 64 bits") from None
+        self._streams[request_id] = stream
+        return stream
+
+    async def lora(self, request: LoRARequest, timeout_s: float) -> LoRAResponse:
+        """Load or unload an adapter; the engine goes on generating meanwhile.
+
+        Raises:
+            EngineDead: the process ended before it answered.
+            RequestTimeout: no answer within `timeout_s`.
+        """
+        self.check_healthy()
+        answer = asyncio.ensure_future(self._lora_queue.submit(request, timeout_s))
+        try:
+            await _first_done(answer, self._ended)
+            if not answer.done():
+                self.check_healthy()
+            return await answer
+        finally:
+            answer.cancel()
+
+    async def close(self) -> None:
+        """End the process and remove its sockets; streams under way fail. May be called again."""
+        self._closed = True
+        if self._child is not None:
+            self._end(EngineDead("the engine process is being shut down"))
+            await self._child.stop(STOP_GRACE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._folder is not None:
+            # The process is gone: nothing is waiting to leave.
+            self._requests.close(0)
+            self._events.close()
+            await self._lora_queue.close()
+            self._remove_folder()
+
+    def kill(self) -> None:
+        """End the process and remove its sockets at once; for a parent that is itself about to end."""
+        self._closed = True
+        if self._child is not None:
+            self._child.kill()
+        self._remove_folder()
+
+    def _first_line(self, base: str) -> bytes:
+        return msgspec.json.encode(
+            {
+                "zmq_endpoint_base": base,
+                "engine": self._engine.model_dump(mode="json"),
+                "lora": self._lora_config.model_dump(mode="json"),
+            }
+        )
+
+    def _environment(self) -> dict[str, str]:
+        threads = self._engine.num_threads
+        return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+
+    async def _wait_ready(self, child: ChildProcess, timeout_s: float) -> EngineReady:
+        start = time.monotonic()
+        while True:
+            elapsed = time.monotonic() - start
+            if elapsed >= timeout_s:
+                raise EngineDead(
+                    f"the engine process was not ready after {timeout_s:g} s; raise start_timeout_s if the model "
+                    f"{self._engine.model} is slow to load"
+                )
+            wait_s = min(PROGRESS_EVERY_S, timeout_s - elapsed)
+            await _first_done(self._ready, self._ended, timeout_s=wait_s)
+            elapsed = time.monotonic() - start
+            if self._ready.done():
+                logger.info("engine process %d is ready after %.1f s", child.pid, elapsed)
+                return self._ready.result()
+            self.check_healthy()
+            if elapsed < timeout_s:
+                model = self._engine.model
+                logger.info("engine process %d is loading %s: %.0f of %g s", child.pid, model, elapsed, timeout_s)
+
+    async def _read_events(self) -> None:
+        while True:
+            event = await self._events.recv()
+            self._heard()
+            match event:
+                case StepOutput():
+                    self.status = event
+                    for delta in event.deltas:
+                        stream = self._streams.get(delta.request_id)
+                        if stream is not None:
+                            stream.feed(delta)
+                            if delta.finish_reason is not None:
+                                del self._streams[delta.request_id]
+                case Residency():
+                    self.residency = event
+                    self._tell_residency(event)
+                case EngineReady():
+                    self._ready.set_result(event)
+                case EngineFailed():
+                    self._end(_failure(event.reason))
+
+    def _tell_residency(self, residency: Residency) -> None:
+        if self._on_residency is None:
+            return
+        try:
+            self._on_residency(residency)
+        except Exception:
+            logger.exception("on_residency failed")
+
+    async def _watch_exit(self, child: ChildProcess) -> None:
+        code = await asyncio.shield(child.exited)
+        if code > 0:
+            # It ended by itself, and may have said why: that message can still be on its way.
+            await asyncio.wait({self._ended}, timeout=0.5)
+        self._end(EngineDead(f"engine process {child.pid} {child.exit_reason()}"))
+
+    async def _watch_silence(self, child: ChildProcess) -> None:
+        # Counted in ticks of this loop: when the loop itself is held up, the child is not to blame.
+        while not self._ended.done():
+            await asyncio.sleep(TICK_S)
+            self._silent_s += TICK_S
+            if self._ready.done() and not self._stalled and self._silent_s > self._stall_timeout_s:
+                self._stalled = True
+                logger.error("%s; its stack follows if it can still be written", self._stall_error())
+                child.signal(signal.SIGUSR1)
+                # Should it go on after all, nobody reads these answers.
+                for request_id in list(self._streams):
+                    self._requests.send(AbortRequest(request_id))
+                self._fail_streams(self._stall_error())
+
+    def _heard(self) -> None:
+        self._silent_s = 0.0
+        if self._stalled:
+            self._stalled = False
+            logger.warning("the engine process makes progress again")
+
+    def _stall_error(self) -> EngineDead:
+        return EngineDead(f"engine process {self.pid} has been silent for more than {self._stall_timeout_s:g} s")
+
+    def _abandon(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if self._fault is None:
+            self._requests.send(AbortRequest(request_id))
+
+    def _end(self, fault: LoRAFleetError) -> None:
+        """Take no more requests, and fail those under way; the first reason given stands."""
+        if self._fault is None:
+            self._fault = fault
+            if not self._closed:
+                logger.error("%s", fault)
+            self._ended.set_result(None)
+            self._fail_streams(fault)
+
+    def _fail_streams(self, fault: LoRAFleetError) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(fault)
+        self._streams.clear()
+
+    def _task_done(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
+            self._end(EngineDead(f"{task.get_name()} failed: {type(error).__name__}: {error}"))
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+async def _first_done(*futures: "asyncio.Future[Any]", timeout_s: float | None = None) -> None:
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _socket_folder() -> Path:
+    """A new folder only this user can enter, with a path short enough for sockets in it."""
+    folder = Path(tempfile.mkdtemp(prefix="lora-fleet-"))
+    if len(os.fsencode(folder)) <= MAX_SOCKET_FOLDER:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="lora-fleet-", dir="/tmp"))
+
+
+def _failure(reason: str) -> LoRAFleetError:
+    """What the engine process died of. Its reason begins with the exception's name: faults of the configuration keep
+    their type, so that they can be told from accidents."""
+    name, _, sentence = reason.partition(": ")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, ConfigError):
+        return kind(sentence)
+    return EngineDead(f"the engine process failed: {reason}")

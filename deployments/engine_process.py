@@ -1,0 +1,225 @@
+"""The engine process: `python -m deployments.engine_process`, started by `deployments.engine_client`.
+
+It reads one JSON line from its standard input: `zmq_endpoint_base`, `engine` (EngineConfig), `lora` (LoRAConfig). Then
+it loads the model, says `EngineReady`, and steps until it is told to end (SIGTERM), its parent is gone (end of its
+standard input), or a fault stops it (`EngineFailed`, exit status 1).
+"""
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+
+from lora_core.channel import (
+    REQUEST_ENDPOINT,
+    RESPONSE_ENDPOINT,
+    LoRARequestProcessor,
+    MessageReceiver,
+    MessageSender,
+    endpoint,
+)
+from lora_core.config import EngineConfig, LoRAConfig
+from lora_core.errors import LoRAFleetError
+from lora_core.messages import (
+    EngineEvent,
+    EngineFailed,
+    EngineReady,
+    EngineRequest,
+    GenerateRequest,
+    Residency,
+    StepOutput,
+    TokenDelta,
+)
+from lora_core.types import AdapterRef
+
+logger = logging.getLogger("engine")
+
+HEARTBEAT_S = 0.5
+"""Longest silence of an engine that can step."""
+
+IDLE_WAIT_MS = 10
+"""Longest wait for a generation request before the adapter channel is looked at again. Looking costs some 30 us."""
+
+
+class Adapters(Protocol):
+    """What the loop tells of the manager."""
+
+    @property
+    def version(self) -> int: ...
+
+    def residency(self) -> tuple[list[AdapterRef], list[AdapterRef]]: ...
+
+
+class Engine(Protocol):
+    """What the loop asks of an engine; `lora_core.engine.engine.LLMEngine` is one."""
+
+    @property
+    def manager(self) -> Adapters: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def add_request(self, message: GenerateRequest) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[TokenDelta]: ...
+
+
+class Requests(Protocol):
+    """Where generation requests and aborts come from."""
+
+    def poll(self, timeout_ms: int = 0) -> list[EngineRequest]: ...
+
+
+class AdapterRequests(Protocol):
+    """What performs adapter operations between steps."""
+
+    def process_lora_requests(self) -> bool: ...
+
+
+class Events(Protocol):
+    """Where events go."""
+
+    def send(self, message: EngineEvent) -> None: ...
+
+
+class EngineLoop:
+    """Moves messages in and out of an engine, between its steps."""
+
+    def __init__(self, engine: Engine, requests: Requests, adapter_requests: AdapterRequests, events: Events) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._adapter_requests = adapter_requests
+        self._events = events
+        self._num_steps = 0
+        self._spoke_at = time.monotonic()
+        self._version_told: int | None = None
+
+    def run(self) -> NoReturn:
+        """Turn for ever. What an engine's step raises passes through."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take what has come, step once if there is work (or wait a little if there is none), and tell the outcome."""
+        for message in self._requests.poll(0 if self._engine.has_work() else IDLE_WAIT_MS):
+            if isinstance(message, GenerateRequest):
+                self._engine.add_request(message)
+            else:
+                self._engine.abort(message.request_id)
+        self._adapter_requests.process_lora_requests()
+        deltas: list[TokenDelta] = []
+        if self._engine.has_work():
+            deltas = self._engine.step()
+            self._num_steps += 1
+        # Residency first, so that whoever reads an answer's last token already knows which slots it used.
+        self._tell_residency()
+        if deltas or time.monotonic() - self._spoke_at >= HEARTBEAT_S:
+            self._events.send(StepOutput(self._num_steps, deltas, self._engine.num_running, self._engine.num_waiting))
+            self._spoke_at = time.monotonic()
+
+    def _tell_residency(self) -> None:
+        version = self._engine.manager.version
+        if version != self._version_told:
+            resident, loaded = self._engine.manager.residency()
+            self._events.send(Residency(version, resident, loaded))
+            self._version_told = version
+
+
+def main() -> int:
+    """Run the engine process; returns its exit status."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 1
+    _prepare_process()
+    settings: dict[str, Any] = msgspec.json.decode(line)
+    base: str = settings["zmq_endpoint_base"]
+    threading.Thread(target=_end_with_parent, args=(base,), name="parent-watch", daemon=True).start()
+    events = MessageSender(endpoint(base, RESPONSE_ENDPOINT), bind=False)
+    try:
+        _serve(base, EngineConfig(**settings["engine"]), LoRAConfig(**settings["lora"]), events)
+    except Exception as error:
+        if isinstance(error, LoRAFleetError):
+            logger.error("%s: %s", type(error).__name__, error)
+        else:
+            logger.exception("the engine failed")
+        events.send(EngineFailed(f"{type(error).__name__}: {error}"))
+        events.close()
+        return 1
+
+
+def _serve(base: str, engine_config: EngineConfig, lora_config: LoRAConfig, events: MessageSender) -> NoReturn:
+    requests: MessageReceiver[EngineRequest] = MessageReceiver(
+        endpoint(base, REQUEST_ENDPOINT), EngineRequest, bind=False
+    )
+    # Here, so that a failing import is a fault that can be told.
+    import torch
+
+    from lora_core.engine.engine import LLMEngine
+
+    if engine_config.num_threads is not None:
+        torch.set_num_threads(engine_config.num_threads)
+    start = time.monotonic()
+    engine = LLMEngine(engine_config, lora_config)
+    loaded = time.monotonic()
+    engine.warm_up()
+    logger.info(
+        "loaded %s in %.1f s, warmed up in %.1f s", engine_config.model, loaded - start, time.monotonic() - loaded
+    )
+    adapter_requests = LoRARequestProcessor(engine.manager, base)
+    adapter_requests.start()
+    # What is there now stays: collections during steps need not look at it again.
+    gc.collect()
+    gc.freeze()
+    ready: EngineReady = engine.ready()
+    events.send(ready)
+    EngineLoop(engine, requests, adapter_requests, events).run()
+
+
+def _prepare_process() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # The parent decides when this process ends; an interrupt from the keyboard reaches both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Nothing here outlives the process, so there is nothing to tidy up.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # The name that ps and top show; best effort.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text("lora-engine")
+
+
+def _end_with_parent(base: str) -> NoReturn:
+    """Wait for the end of standard input, which the parent holds open; then remove its sockets, and end."""
+    while os.read(0, 4096):
+        pass
+    logger.warning("the parent process is gone; ending")
+    path = Path(base.removeprefix("ipc://"))
+    # The parent may be removing them too.
+    with contextlib.suppress(OSError):
+        for socket in path.parent.glob(f"{path.name}-*"):
+            socket.unlink(missing_ok=True)
+        path.parent.rmdir()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    # Not sys.exit: threads in the middle of a load or of a kernel must not delay it.
+    os._exit(status)

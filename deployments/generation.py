@@ -1,0 +1,37 @@
+"""What travels between the ingress and a replica: one call to generate, and the chunks that answer it."""
+
+from typing import Any
+
+import msgspec
+
+from lora_core.messages import FinishReason, SamplingParams
+
+
+class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to continue, as messages, text or token ids: exactly one of the three is set."""
+
+    request_id: str
+    lora_name: str | None = None
+    """The adapter; unset is the base model."""
+    messages: list[dict[str, Any]] | None = None
+    """A chat, rendered with the model's own chat template."""
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    sampling: SamplingParams = SamplingParams()
+    max_tokens: int | None = None
+    """Most tokens to generate; unset fills what the context leaves. Takes the place of `sampling.max_tokens`."""
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these that appears in its text."""
+    epoch: int = 0
+    """The replica must have applied adapter changes up to this epoch first (read your own writes)."""
+
+
+class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """The next piece of an answer: whole characters of text, and the tokens that have arrived since the last one."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """Tokens generated up to and with this chunk."""

@@ -1,0 +1,126 @@
+"""The HTTP routes: bodies in, JSON and server-sent events out, every error in OpenAI's envelope."""
+
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from cluster.fleet import LoadOutcome
+from deployments import http_errors
+from deployments.generation import GenerateChunk
+from deployments.openai_api import (
+    Answer,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    """What the routes call; `deployments.ingress.Ingress` is one."""
+
+    async def collect(self, request: GenerationRequest) -> list[GenerateChunk]: ...
+
+    def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]: ...
+
+    async def load_adapter(self, lora_name: str, lora_path: str) -> LoadOutcome: ...
+
+    async def unload_adapter(self, lora_name: str) -> LoadOutcome: ...
+
+    async def models(self) -> dict[str, dict[str, Any]]: ...
+
+    async def model(self, name: str) -> dict[str, Any]: ...
+
+    async def num_replicas(self) -> int: ...
+
+
+def http_app(service: Service) -> FastAPI:
+    """The routes of one service."""
+    app = FastAPI(title="lora-fleet", description="One base model in memory, a LoRA adapter per request.")
+    http_errors.install(app)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: ChatCompletionRequest) -> Response:
+        """Continue a conversation."""
+        return await respond(service, request)
+
+    @app.post("/v1/completions")
+    async def completions(request: CompletionRequest) -> Response:
+        """Continue a text."""
+        return await respond(service, request)
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """The base model and every adapter."""
+        return {"object": "list", "data": list((await service.models()).values())}
+
+    @app.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str) -> dict[str, Any]:
+        """One model."""
+        return await service.model(model_id)
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(request: LoadAdapterRequest) -> JSONResponse:
+        """Load an adapter on every replica."""
+        return outcome_body(await service.load_adapter(request.lora_name, request.lora_path))
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(request: UnloadAdapterRequest) -> JSONResponse:
+        """Unload an adapter from every replica."""
+        return outcome_body(await service.unload_adapter(request.lora_name))
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while at least one replica can serve."""
+        replicas = await service.num_replicas()
+        status = {"status": "ok" if replicas else "no replica is ready", "replicas": replicas}
+        return JSONResponse(status, 200 if replicas else 503)
+
+    return app
+
+
+async def respond(service: Service, request: GenerationRequest) -> Response:
+    """Answer whole or as events; a refusal raises before anything is sent, so that it has an HTTP status."""
+    if not request.stream:
+        return JSONResponse(Answer(request).whole(await service.collect(request)))
+    pieces = service.pieces(request)
+    first = await anext(pieces)
+    return StreamingResponse(events(request, first, pieces), media_type="text/event-stream")
+
+
+async def events(
+    request: GenerationRequest, first: GenerateChunk, rest: AsyncGenerator[GenerateChunk, None]
+) -> AsyncIterator[str]:
+    """Write an answer as server-sent events.
+
+    A fault in the middle becomes an event with OpenAI's `error` object, and ends the stream; only a complete answer is
+    followed by `[DONE]`. When the client leaves, `rest` is closed, which ends the request in its engine.
+    """
+    async with aclosing(rest):
+        try:
+            async for chunk in Answer(request).chunks(_resume(first, rest)):
+                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+        except Exception as error:
+            logger.warning("a stream ended early: %s: %s", type(error).__name__, error)
+            yield f"data: {json.dumps(http_errors.fault_of(error)[1])}\n\n"
+        else:
+            yield "data: [DONE]\n\n"
+
+
+def outcome_body(outcome: LoadOutcome) -> JSONResponse:
+    """A successful change: what was done, and each replica's own words."""
+    return JSONResponse({"status": outcome.status.value, "message": outcome.message, "replicas": outcome.per_replica})
+
+
+async def _resume(first: GenerateChunk, rest: AsyncIterator[GenerateChunk]) -> AsyncIterator[GenerateChunk]:
+    yield first
+    async for piece in rest:
+        yield piece

@@ -1,0 +1,101 @@
+"""One table from faults to HTTP answers, all in OpenAI's error envelope."""
+
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from ray.serve.exceptions import BackPressureError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from deployments.openai_api import error_body
+from lora_core.errors import (
+    AdapterNameTaken,
+    AdapterNotFound,
+    ConfigError,
+    EngineError,
+    InvalidAdapter,
+    InvalidAdapterPath,
+    InvalidRequest,
+    LoRADisabled,
+    LoRAFleetError,
+)
+from lora_core.types import LoRAStatus
+
+
+class Fault(NamedTuple):
+    """How a kind of fault is answered."""
+
+    status: int
+    kind: str
+    code: str | None = None
+
+
+FAULTS: dict[type[Exception], Fault] = {
+    InvalidRequest: Fault(400, "invalid_request_error"),
+    InvalidAdapterPath: Fault(400, "invalid_request_error", "invalid_adapter_path"),
+    InvalidAdapter: Fault(400, "invalid_request_error", "invalid_adapter"),
+    AdapterNotFound: Fault(404, "invalid_request_error", "model_not_found"),
+    AdapterNameTaken: Fault(409, "invalid_request_error", "name_taken"),
+    LoRADisabled: Fault(501, "invalid_request_error", "lora_disabled"),
+    ConfigError: Fault(500, "server_error"),
+    EngineError: Fault(503, "server_error", "engine_unavailable"),
+    BackPressureError: Fault(429, "rate_limit_error", "too_many_requests"),
+    LoRAFleetError: Fault(500, "server_error"),
+}
+"""From the most particular to the most general."""
+
+INTERNAL = Fault(500, "server_error", "internal_error")
+
+STATUS_ERRORS: dict[LoRAStatus, type[LoRAFleetError]] = {
+    LoRAStatus.LOAD_NAME_EXISTS: AdapterNameTaken,
+    LoRAStatus.UNLOAD_NAME_NONEXISTENT: AdapterNotFound,
+    LoRAStatus.LOAD_INVALID_PATH: InvalidAdapterPath,
+    LoRAStatus.LOAD_INVALID_ADAPTER: InvalidAdapter,
+}
+"""What a refused load or unload is raised as; statuses not named here are faults of the server."""
+
+
+def fault_of(error: BaseException) -> tuple[Fault, dict[str, Any]]:
+    """How to answer an exception: its fault, and the body. Unforeseen ones keep their text from the client."""
+    for kind, fault in FAULTS.items():
+        if isinstance(error, kind):
+            return fault, error_body(str(error), kind=fault.kind, code=fault.code)
+    message = f"internal error ({type(error).__name__}); the server's log has the details"
+    return INTERNAL, error_body(message, kind=INTERNAL.kind, code=INTERNAL.code)
+
+
+def describe_validation(error: ValidationError | RequestValidationError) -> tuple[str, str | None]:
+    """All faults of a body in one sentence, and the field the first one names."""
+    faults = error.errors()
+    parts = []
+    for fault in faults:
+        where = _field(fault["loc"])
+        parts.append(f"{where}: {fault['msg'].removeprefix('Value error, ')}" if where else fault["msg"])
+    unique = list(dict.fromkeys(part.removeprefix("Value error, ") for part in parts))
+    return "; ".join(unique), _field(faults[0]["loc"]) or None
+
+
+def _field(loc: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in loc if part != "body" and not str(part).endswith("]"))
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of `app` leave in the envelope."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
+        message, param = describe_validation(error)
+        return JSONResponse(error_body(message, kind="invalid_request_error", param=param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        return JSONResponse(error_body(str(error.detail), kind=kind), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    @app.exception_handler(LoRAFleetError)
+    async def known_error(_: Request, error: Exception) -> JSONResponse:
+        fault, body = fault_of(error)
+        return JSONResponse(body, fault.status)

@@ -1,0 +1,129 @@
+"""`Ingress`: the application's front door, for HTTP (`deployments.http_api`) and for handle calls alike."""
+
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+from pydantic import ValidationError
+from ray.serve.handle import DeploymentHandle
+
+from cluster.fleet import LoadOutcome
+from deployments.directory import ModelDirectory
+from deployments.engine_handle import EngineHandle
+from deployments.generation import GenerateCall, GenerateChunk
+from deployments.http_api import http_app
+from deployments.http_errors import STATUS_ERRORS, describe_validation
+from deployments.openai_api import Answer, ChatCompletionRequest, CompletionRequest, GenerationRequest, model_card
+from lora_core.errors import InvalidRequest, LoRAFleetError
+from lora_core.types import LoRAStatus
+
+
+class BaseModelCard(NamedTuple):
+    """How the base model appears in GET /v1/models."""
+
+    name: str
+    root: str
+    """Where its weights come from."""
+    created: int
+    """Unix time."""
+
+
+class Ingress:
+    """Answers OpenAI-style bodies and changes what the fleet serves; undecorated, bound by `deployments.app.build`.
+
+    Another actor calls it through `serve.get_app_handle(...)`: `complete` and `stream` take the bodies of
+    POST /v1/chat/completions and /v1/completions as dicts, `load_adapter` and `unload_adapter` those of their routes.
+
+    Args:
+        engine: Handle of the engine deployment.
+        base: The base model's card.
+    """
+
+    def __init__(self, engine: DeploymentHandle, base: BaseModelCard) -> None:
+        self._engine = EngineHandle(engine)
+        self._base = base
+        self._directory = ModelDirectory(base.name, self._engine.router_name)
+        self._directory.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve once the replica is constructed."""
+        return http_app(self)
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer a chat (it has `messages`) or completion body in one object.
+
+        Raises:
+            InvalidRequest: the body is wrong.
+            AdapterNotFound: no such model.
+            EngineError: no replica could answer.
+        """
+        request = parse_body(body)
+        return Answer(request).whole(await self.collect(request))
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Answer a chat or completion body as OpenAI-style chunks; raises as `complete` does."""
+        request = parse_body({**body, "stream": True})
+        async for chunk in Answer(request).chunks(self.pieces(request)):
+            yield chunk
+
+    async def load_adapter(self, lora_name: str, lora_path: str) -> LoadOutcome:
+        """Load an adapter on every replica; returns when all live ones have it.
+
+        Raises:
+            AdapterNameTaken, InvalidAdapterPath, InvalidAdapter: why it was refused; nothing stays registered.
+        """
+        return await self._changed(await self._directory.router.load(lora_name, lora_path))
+
+    async def unload_adapter(self, lora_name: str) -> LoadOutcome:
+        """Stop serving an adapter; requests already accepted finish. Raises AdapterNotFound."""
+        return await self._changed(await self._directory.router.unload(lora_name))
+
+    async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
+        """The whole answer, see `EngineHandle.collect`."""
+        return await self._engine.collect(await self._call(request))
+
+    async def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """The answer piece by piece, see `EngineHandle.generate`."""
+        async for piece in self._engine.generate(await self._call(request)):
+            yield piece
+
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """Cards of the base model and of every adapter, by name."""
+        base = self._base
+        cards = {base.name: model_card(base.name, root=base.root, parent=None, created=base.created)}
+        table = self._directory.table or await self._directory.refresh()
+        for name, entry in sorted(table.adapters.items()) if table is not None else ():
+            cards[name] = model_card(name, root=entry.path, parent=base.name, created=base.created)
+        return cards
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """Card of one model. Raises AdapterNotFound."""
+        await self._directory.resolve(name)
+        return (await self.models())[name]
+
+    async def num_replicas(self) -> int:
+        """Replicas that can serve now."""
+        table = self._directory.table
+        if table is None or not table.replicas:
+            table = await self._directory.refresh()
+        return 0 if table is None else len(table.replicas)
+
+    async def _call(self, request: GenerationRequest) -> GenerateCall:
+        model = await self._directory.resolve(request.model)
+        return request.call(uuid.uuid4().hex, model.lora_name, model.epoch)
+
+    async def _changed(self, outcome: LoadOutcome) -> LoadOutcome:
+        await self._directory.refresh()
+        if outcome.status is not LoRAStatus.SUCCESS:
+            raise STATUS_ERRORS.get(outcome.status, LoRAFleetError)(outcome.message)
+        return outcome
+
+
+def parse_body(body: dict[str, Any]) -> GenerationRequest:
+    """Read a chat (it has `messages`) or completion body. Raises InvalidRequest."""
+    kind = ChatCompletionRequest if "messages" in body else CompletionRequest
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise InvalidRequest(describe_validation(error)[0]) from None

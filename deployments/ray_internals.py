@@ -1,0 +1,144 @@
+"""Every private Ray name this project uses, checked against Ray 2.60.0, which is pinned for their sake.
+
+`ExactRequestRouter` mends faults of Ray Serve's `RequestRouter` that a custom policy would otherwise inherit;
+`tests/unit/test_request_router.py` shows each of them on the unmended class.
+"""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import ray
+from ray.serve._private.common import ReplicaID
+from ray.serve._private.request_router.common import PendingRequest
+from ray.serve._private.request_router.replica_wrapper import RunningReplica
+from ray.serve._private.request_router.request_router import RequestRouter
+
+SERVE_NAMESPACE = "serve"
+"""Where Serve names its actors (`ray.serve._private.constants.SERVE_NAMESPACE`)."""
+
+PROBE_REUSED_S = 0.02
+"""A replica asked for its queue length is not asked again within this time."""
+
+__all__ = [
+    "SERVE_NAMESPACE",
+    "ExactRequestRouter",
+    "PendingRequest",
+    "ReplicaID",
+    "RunningReplica",
+    "actor_name",
+    "session_name",
+]
+
+
+def actor_name() -> str:
+    """Ray name of the actor this code runs in; empty outside a named actor."""
+    if not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.WORKER_MODE:
+        return ""
+    return ray.get_runtime_context().get_actor_name() or ""
+
+
+def session_name() -> str:
+    """Name of the Ray cluster's session, another one each time a cluster starts; empty outside Ray."""
+    return str(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else ""
+
+
+class ExactRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
+    """A `RequestRouter` that gives each request the replica that was chosen for it.
+
+    - Pending requests are told apart by their metadata object. Ray tells them apart by `internal_request_id`, which
+      all calls made inside one request share: but one of them would ever be answered. Ray's own indices are left
+      empty: the one by multiplexed model id is only ever cleared by `MultiplexMixin`.
+    - As many are routed at a time as may wait, not two per replica: requests that wait for one full replica do not
+      hold up the others. A replica's queue length is then asked for once for all of them.
+    - Requests on their way to a replica are counted (`num_in_flight`) from the moment they are assigned, so that a
+      burst does not find every queue empty.
+    """
+
+    max_num_routing_tasks_cap = 1024
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pending_by_metadata: dict[int, PendingRequest] = {}
+        self._assigned_by_metadata: dict[int, ReplicaID] = {}
+        self._num_assigned: Counter[ReplicaID] = Counter()
+        self._num_sent: Counter[ReplicaID] = Counter()
+        self._probes: dict[ReplicaID, asyncio.Task[Any]] = {}
+
+    @property
+    def max_num_routing_tasks(self) -> int:
+        return self.max_num_routing_tasks_cap
+
+    def num_in_flight(self, replica_id: ReplicaID) -> int:
+        """Requests a replica has: what it last said or this handle has sent, and what is about to be sent."""
+        cached = self._replica_queue_len_cache.get(replica_id) or 0
+        return int(max(cached, self._num_sent[replica_id]) + self._num_assigned[replica_id])
+
+    def on_assigned(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:
+        """Called when a request has got its replica, before it is sent there."""
+
+    # What Ray calls
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self._num_sent[replica_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        super().on_request_completed(replica_id, internal_request_id)
+        self._num_sent[replica_id] = max(0, self._num_sent[replica_id] - 1)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        present = {replica.replica_id for replica in replicas}
+        for counts in (self._num_sent, self._num_assigned):
+            for gone in [replica_id for replica_id in counts if replica_id not in present]:
+                del counts[gone]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        key = id(pending_request.metadata)
+        self._pending_by_metadata[key] = pending_request
+        try:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        finally:
+            # The caller sends the request, and Ray counts it, before anything else runs on this loop.
+            self._pending_by_metadata.pop(key, None)
+            assigned = self._assigned_by_metadata.pop(key, None)
+            if assigned is not None:
+                self._num_assigned[assigned] = max(0, self._num_assigned[assigned] - 1)
+
+    def _add_pending_request_to_indices(self, pending_request: PendingRequest) -> None:
+        pass
+
+    def _remove_pending_request_from_indices(self, pending_request: PendingRequest) -> None:
+        pass
+
+    def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
+        pending = self._pending_by_metadata.get(id(request_metadata))
+        if pending is None or pending.future.done():
+            return
+        self._cancel_routing_task_for_pending_request(pending)
+        self._record_queue_wait_time(pending)
+        pending.future.set_result(replica)
+        self._assigned_by_metadata[id(request_metadata)] = replica.replica_id
+        self._num_assigned[replica.replica_id] += 1
+        self.on_assigned(pending, replica.replica_id)
+
+    async def _probe_queue_lens(
+        self, replicas: list[RunningReplica], backoff_index: int
+    ) -> list[tuple[RunningReplica, int | None]]:
+        probes = [self._probe(replica, backoff_index) for replica in replicas]
+        answers = await asyncio.gather(*(asyncio.shield(probe) for probe in probes))
+        return [pair for answer in answers for pair in answer]
+
+    def _probe(self, replica: RunningReplica, backoff_index: int) -> "asyncio.Task[Any]":
+        probe = self._probes.get(replica.replica_id)
+        if probe is None:
+            probe = self._event_loop.create_task(super()._probe_queue_lens([replica], backoff_index))
+            self._probes[replica.replica_id] = probe
+            probe.add_done_callback(lambda _: self._event_loop.call_later(PROBE_REUSED_S, self._forget_probe, replica))
+        return probe
+
+    def _forget_probe(self, replica: RunningReplica) -> None:
+        self._probes.pop(replica.replica_id, None)

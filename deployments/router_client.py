@@ -1,0 +1,168 @@
+"""`RouterClient`: typed calls to the router actor, wherever it lives now."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+
+from cluster.fleet import ROUTER_ACTOR, FleetTable, LoadOutcome, Registration
+from cluster.registry import Change
+from deployments.ray_internals import SERVE_NAMESPACE
+from lora_core.errors import LoRAFleetError, RequestTimeout
+from lora_core.messages import Residency
+from lora_core.types import LoRAResponse, LoRAStatus
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 30.0
+"""How long a call looks for a router actor that is gone: longer than Serve takes to replace one."""
+POLL_S = 10.0
+"""Length of one long poll for the table."""
+
+
+class RouterClient:
+    """Calls the router actor, finding it again after it died.
+
+    Every method raises RequestTimeout when the router actor cannot be reached within `patience_s`.
+
+    Args:
+        locate: Gives the actor's Ray name (namespace "serve"), e.g. `handle.router_name.remote`; asked again each
+            time the actor has to be found. Unset: the calling process is a replica of the actor's own deployment.
+        patience_s: How long to look for an actor that is gone.
+    """
+
+    def __init__(self, locate: Callable[[], Awaitable[str]] | None = None, patience_s: float = PATIENCE_S) -> None:
+        self._locate = locate
+        self._patience_s = patience_s
+        self._actor: Any = None
+
+    # For replicas: all but `register` raise ReplicaUnknown when the replica has to register again
+
+    async def register(self, replica_id: str, holding: Mapping[str, int] | None = None) -> Registration:
+        """Join the fleet, or join it again.
+
+        The changes returned must be applied in their order, and `Registration.epoch` acknowledged.
+
+        Args:
+            replica_id: Serve's unique id of the replica.
+            holding: name -> generation of the adapters it has loaded already.
+        """
+        registration: Registration = await self._call("register", replica_id, dict(holding or {}))
+        return registration
+
+    async def heartbeat(self, replica_id: str) -> None:
+        """Renew the lease; every other call of the replica renews it too."""
+        await self._call("heartbeat", replica_id)
+
+    async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]:
+        """Changes after since_epoch, in order; [] when none came within timeout_s."""
+        changes: list[Change] = await self._call("wait_changes", replica_id, since_epoch, timeout_s)
+        return changes
+
+    async def acknowledge(self, replica_id: str, epoch: int, results: Mapping[str, LoRAResponse]) -> None:
+        """Say that every change up to `epoch` is applied, and how it went, by adapter name."""
+        await self._call("acknowledge", replica_id, epoch, dict(results))
+
+    async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None:
+        """Say what the replica holds."""
+        await self._call("report_residency", replica_id, residency, num_slots)
+
+    # For everyone
+
+    async def load(self, name: str, path: str) -> LoadOutcome:
+        """Serve an adapter on every replica, see `AdapterRouter.load`. Survives the router actor's death."""
+        outcome: LoadOutcome = await self._call("load", name, path)
+        return outcome
+
+    async def unload(self, name: str) -> LoadOutcome:
+        """Stop serving an adapter, see `AdapterRouter.unload`. Survives the router actor's death."""
+        deaths: list[BaseException] = []
+        outcome: LoadOutcome = await self._call("unload", name, deaths=deaths)
+        # The router that died may have done it: then its successor no longer knows the name.
+        if deaths and outcome.status is LoRAStatus.UNLOAD_NAME_NONEXISTENT:
+            return LoadOutcome(status=LoRAStatus.SUCCESS, message=f"adapter {name!r} is unloaded")
+        return outcome
+
+    async def table(self) -> FleetTable:
+        """The fleet as it is now."""
+        table: FleetTable = await self._call("table")
+        return table
+
+    async def watch(self, version: int, timeout_s: float, router_id: str = "") -> FleetTable:
+        """The table once it differs from `version` of that router, or after timeout_s."""
+        table: FleetTable = await self._call("watch", version, timeout_s, router_id)
+        return table
+
+    async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
+        """Call back with the table now and at each change, until cancelled. Waits for as long as there is no router."""
+        version, router_id = 0, ""
+        while True:
+            try:
+                table = await self.watch(version, POLL_S, router_id)
+            except LoRAFleetError as error:
+                logger.warning("%s", error)
+                continue
+            if (table.version, table.router_id) != (version, router_id):
+                version, router_id = table.version, table.router_id
+                callback(table)
+
+    # Inside
+
+    async def _call(self, method: str, *args: Any, deaths: list[BaseException] | None = None) -> Any:
+        """Call the actor, looking for it for up to patience_s each time it is gone."""
+        looking_since, pause_s = time.monotonic(), 0.05
+        while True:
+            fault: Exception
+            try:
+                actor = await _within(self._patience_s, self._find())
+            except Exception as error:
+                fault = error
+            else:
+                try:
+                    return await getattr(actor, method).remote(*args)
+                except RayTaskError as error:
+                    raise _cause(error) from None
+                except RayActorError as error:
+                    fault, self._actor = error, None
+                    if deaths is not None:
+                        deaths.append(error)
+            if time.monotonic() - looking_since > self._patience_s:
+                raise RequestTimeout(
+                    f"the router actor could not be reached within {self._patience_s:g} s "
+                    f"({type(fault).__name__}: {str(fault).partition(chr(10))[0]})"
+                ) from fault
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+
+    async def _find(self) -> Any:
+        if self._actor is None:
+            # Ray asks its control store and waits for the answer: not on the event loop.
+            if self._locate is None:
+                self._actor = await asyncio.to_thread(serve.get_deployment_actor, ROUTER_ACTOR)
+            else:
+                name = await self._locate()
+                self._actor = await asyncio.to_thread(ray.get_actor, name, SERVE_NAMESPACE)
+        return self._actor
+
+
+async def _within(timeout_s: float, work: Coroutine[Any, Any, Any]) -> Any:
+    """Like `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes together with the result."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.wait([task], timeout=timeout_s)
+        if not task.done():
+            raise TimeoutError(f"it was not found within {timeout_s:g} s")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+def _cause(error: RayTaskError) -> BaseException:
+    """The project's own exception inside Ray's, where there is one."""
+    cause = error.cause
+    return cause if isinstance(cause, LoRAFleetError) else error

@@ -1,0 +1,122 @@
+"""`ModelTokenizer`: a base model's tokenizer and chat template, loaded by transformers and safe to share by threads."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from lora_core.errors import ConfigError, InvalidRequest
+
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""What a tokenizer_config.json says of a tokenizer.json that needs no class of its own."""
+
+OWN_FORMAT_MODELS = ("mistral", "mixtral", "ministral", "pixtral", "voxtral")
+"""`model_type`s for which transformers prefers a file other than tokenizer.json where there is one."""
+
+
+class PretrainedTokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    chat_template: str | dict[str, str] | None
+
+    def apply_chat_template(self, conversation: Sequence[dict[str, Any]], **options: Any) -> str: ...
+
+
+class ModelTokenizer:
+    """Turns prompts and chats into the base model's token ids.
+
+    Texts are encoded by the tokenizers library itself: transformers' own call sets padding and truncation first, which
+    two threads must not do at once.
+
+    Args:
+        folder: The base model's.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded, or not as a tokenizer.json would be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._pretrained = _load(folder)
+        backend = getattr(self._pretrained, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ConfigError(
+                f"{folder}: its tokenizer ({type(self._pretrained).__name__}) has no form the tokenizers library can "
+                "run; save the model with a tokenizer.json"
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+
+    @staticmethod
+    def exists(folder: Path) -> bool:
+        """Whether the model comes with a tokenizer at all; without one it is asked by token ids."""
+        return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a text to continue, with whatever the tokenizer puts before a text (a bos token).
+
+        Raises:
+            InvalidRequest: not text: it holds half of a surrogate pair.
+        """
+        return self._encode(prompt, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a chat, rendered by the model's template up to where the assistant's next turn starts.
+
+        Raises:
+            InvalidRequest: the model has no template, or its template refuses these messages.
+        """
+        if not self._pretrained.chat_template:
+            raise InvalidRequest("the base model has no chat template; send a prompt to /v1/completions instead")
+        try:
+            text = self._pretrained.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            # A template is the model author's program: it refuses with whatever exception it likes.
+            raise InvalidRequest(f"the base model's chat template refuses these messages: {error}") from None
+        # The template has written every special token the model wants.
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"not text: half of a surrogate pair at character {error.start}") from None
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+def _load(folder: Path) -> PretrainedTokenizer:
+    try:
+        if _is_generic(folder):
+            return cast(PretrainedTokenizer, PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
+        # Imports torch: three seconds of CPU and 240 MB that a process without tensors can do without.
+        from transformers import AutoTokenizer
+
+        return cast(PretrainedTokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except Exception as error:
+        # transformers raises everything from OSError to AttributeError for a file it cannot read.
+        summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(f"{folder}: its tokenizer cannot be loaded: {summary}") from None
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether AutoTokenizer would read tokenizer.json as it is."""
+    if not (folder / "tokenizer.json").is_file():
+        return False
+    settings = _read_json(folder / "tokenizer_config.json")
+    model_type = str(_read_json(folder / "config.json").get("model_type", ""))
+    return (
+        settings.get("tokenizer_class") in GENERIC_CLASSES
+        and "auto_map" not in settings
+        and not model_type.startswith(OWN_FORMAT_MODELS)
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

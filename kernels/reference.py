@@ -1,0 +1,44 @@
+"""The fp32 truth of every operation, in plain torch: one loop, no tiles, no tricks. Tests compare with it."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.schedule import Routing
+
+
+def sgmv_shrink(x: Tensor, a_stack: Tensor, routing: Routing, projections: int) -> Tensor:
+    """As `kernels.sgmv.sgmv_shrink`, with one plane; columns past a slot's true rank and rows at `end` on are zero."""
+    width = a_stack.shape[1]
+    planes = torch.zeros(1, x.shape[0], width, dtype=torch.float32, device=x.device)
+    for slot, start, stop in routing.groups:
+        for first in range(0, width, width // projections):
+            live = slice(first, first + routing.slot_ranks[slot])
+            planes[0, start:stop, live] = x[start:stop].float() @ a_stack[slot, live].float().t()
+    return planes
+
+
+def sgmv_expand(planes: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence[int]) -> None:
+    """As `kernels.sgmv.sgmv_expand`: the planes' sum is rounded once to B's dtype, the result once to y's."""
+    v = planes.sum(0)
+    for slot, start, stop in routing.groups:
+        rank = routing.slot_ranks[slot]
+        for projection, column, width in _spans(slices):
+            first = projection * b_stack.shape[2]
+            low = v[start:stop, first : first + rank].to(b_stack.dtype).float()
+            target = y[start:stop, column : column + width]
+            target.copy_(target.float() + low @ b_stack[slot, column : column + width, :rank].float().t())
+
+
+def sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence[int]) -> None:
+    """As `kernels.sgmv.sgmv`, on any device."""
+    sgmv_expand(sgmv_shrink(x, a_stack, routing, len(slices)), b_stack, y, routing, slices)
+
+
+def _spans(slices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Index, first column and width of each slice."""
+    column = 0
+    for index, width in enumerate(slices):
+        yield index, column, width
+        column += width

@@ -1,0 +1,181 @@
+"""The routing of one step: which rows of the batch use which adapter slot, on the host and on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.pieces import Batch, Segment, cut
+from kernels.tuning import row_tile
+
+# Parts of the device buffer start at multiples of 16 bytes, so that a launch always specialises the same way.
+_ALIGN = 4
+
+
+class Group(NamedTuple):
+    """Consecutive rows of the batch that use one adapter slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The routing triple of one step, on host and device.
+
+    The device tensors are views of `buffer`, which `build_routing` fills with one copy. Their lengths follow from
+    shapes alone (`num_rows`, `max_groups`, the number of slots), never from which adapters are present.
+
+    Attributes:
+        groups: The non-empty groups in row order, for code that loops on the host.
+        end: Rows `[0, end)` carry LoRA. Rows at or after `end` are base rows: no kernel reads or writes them.
+        lora_ids: int32 `[max_groups]`, slot of each group; -1 past the last group.
+        grouped_offsets: int32 `[max_groups + 1]`, first row of each group; `end` past the last group.
+        ranks: int32 `[num_slots]`, true rank of each slot's adapter (the largest over its modules); 0 if empty.
+        slot_ranks: The same on the host.
+        tiles: int32 `[num_tiles, 4]` rows of `(slot, row0, row_end, rank)`: at most `block_m` rows of one group
+            each, unused ones with slot -1; None where the step runs without a tile table (CPU).
+        block_m: Rows a tile covers; 0 without tiles.
+        buffer: int32, the memory the device tensors above are views of.
+    """
+
+    groups: tuple[Group, ...]
+    end: int
+    lora_ids: Tensor
+    grouped_offsets: Tensor
+    ranks: Tensor
+    slot_ranks: tuple[int, ...]
+    tiles: Tensor | None
+    block_m: int
+    buffer: Tensor
+
+    @cached_property
+    def pieces(self) -> tuple[Segment | Batch, ...]:
+        """The groups as the CPU path multiplies them, cut once a step and shared by all its layers."""
+        return cut(self.groups, self.slot_ranks)
+
+    @cached_property
+    def max_rank(self) -> int:
+        """Largest true rank of any slot; 0 without slots."""
+        return max(self.slot_ranks, default=0)
+
+
+def build_routing(
+    lora_ids: Sequence[int],
+    grouped_offsets: Sequence[int],
+    slot_ranks: Sequence[int],
+    *,
+    num_rows: int,
+    max_groups: int,
+    device: torch.device,
+    block_m: int | None = None,
+    into: Tensor | None = None,
+) -> Routing:
+    """Check a step's routing triple and put it on the device with one copy.
+
+    Args:
+        lora_ids: Slot of each group, `G` of them. Empty groups are allowed.
+        grouped_offsets: First row of each group and, last, the end of the last one: `G + 1` ascending rows from 0.
+        slot_ranks: True rank of each slot's adapter; 0 for an empty slot.
+        num_rows: Rows of the step, base rows included.
+        max_groups: Most groups any step can have: the capacity of the device tensors.
+        device: Where the device tensors live.
+        block_m: Rows of a tile, a power of two. Unset: none on CPU, else chosen from `num_rows` and `max_groups`.
+        into: A `buffer` of an earlier routing of the same shapes, overwritten instead of allocating (so that a
+            captured graph finds the new routing at the old addresses).
+
+    Raises:
+        ValueError: the arguments disagree with each other (both are named).
+    """
+    groups = _checked_groups(lora_ids, grouped_offsets, len(slot_ranks), num_rows, max_groups)
+    end = grouped_offsets[-1]
+    if block_m is None:
+        block_m = 0 if device.type == "cpu" else row_tile(num_rows, max_groups)
+    tile_rows = tile_table(groups, slot_ranks, block_m, num_tiles(num_rows, max_groups, block_m)) if block_m else []
+
+    host: list[int] = []
+    spans: list[tuple[int, int]] = []
+    for part in (
+        tile_rows,
+        [*lora_ids, *[-1] * (max_groups - len(lora_ids))],
+        [*grouped_offsets, *[end] * (max_groups - len(lora_ids))],
+        slot_ranks,
+    ):
+        spans.append((len(host), len(part)))
+        host.extend(part)
+        host.extend([0] * (-len(host) % _ALIGN))
+    buffer = _upload(host, device, into)
+    tiles, ids, offsets, ranks = (buffer[start : start + length] for start, length in spans)
+    return Routing(
+        groups=groups,
+        end=end,
+        lora_ids=ids,
+        grouped_offsets=offsets,
+        ranks=ranks,
+        slot_ranks=tuple(slot_ranks),
+        tiles=tiles.view(-1, 4) if block_m else None,
+        block_m=block_m,
+        buffer=buffer,
+    )
+
+
+def num_tiles(num_rows: int, max_groups: int, block_m: int) -> int:
+    """Most tiles of `block_m` rows that any routing of `num_rows` rows over `max_groups` groups needs.
+
+    Every group may end in a partial tile, so the worst case is one row in each group and the rest in whole tiles.
+    """
+    groups = min(num_rows, max_groups)
+    return groups + (num_rows - groups) // block_m
+
+
+def tile_table(groups: Sequence[Group], slot_ranks: Sequence[int], block_m: int, length: int) -> list[int]:
+    """Cut groups into tiles `(slot, row0, row_end, rank)`, flattened and filled up to `length` tiles of slot -1."""
+    table = [
+        field
+        for slot, start, stop in groups
+        for row0 in range(start, stop, block_m)
+        for field in (slot, row0, min(row0 + block_m, stop), slot_ranks[slot])
+    ]
+    table.extend([-1, 0, 0, 0] * (length - len(table) // 4))
+    return table
+
+
+def _checked_groups(
+    lora_ids: Sequence[int], grouped_offsets: Sequence[int], num_slots: int, num_rows: int, max_groups: int
+) -> tuple[Group, ...]:
+    if len(grouped_offsets) != len(lora_ids) + 1:
+        raise ValueError(
+            f"grouped_offsets has {len(grouped_offsets)} entries for {len(lora_ids)} lora_ids; "
+            f"{len(lora_ids) + 1} are expected, one start per group and the end of the last"
+        )
+    if len(lora_ids) > max_groups:
+        raise ValueError(f"lora_ids has {len(lora_ids)} groups, more than max_groups={max_groups}")
+    if grouped_offsets[0] != 0:
+        raise ValueError(f"grouped_offsets starts at row {grouped_offsets[0]}, expected row 0")
+    if grouped_offsets[-1] > num_rows:
+        raise ValueError(f"grouped_offsets ends at row {grouped_offsets[-1]}, past num_rows={num_rows}")
+    groups = []
+    for slot, start, stop in zip(lora_ids, grouped_offsets, grouped_offsets[1:], strict=False):
+        if not 0 <= slot < num_slots:
+            raise ValueError(f"lora_ids names slot {slot}, outside the {num_slots} slots of slot_ranks")
+        if stop < start:
+            raise ValueError(f"grouped_offsets falls from row {start} to row {stop}, expected ascending rows")
+        if stop > start:
+            groups.append(Group(slot, start, stop))
+    return tuple(groups)
+
+
+def _upload(host: list[int], device: torch.device, into: Tensor | None) -> Tensor:
+    staged = torch.tensor(host, dtype=torch.int32, pin_memory=device.type == "cuda")
+    if into is None:
+        return staged.to(device, non_blocking=True)
+    if into.shape != staged.shape or into.device.type != device.type:
+        raise ValueError(
+            f"into holds {into.numel()} numbers on {into.device}, this routing needs {staged.numel()} on {device}; "
+            "reuse a buffer only for equal num_rows, max_groups, block_m and number of slots"
+        )
+    return into.copy_(staged, non_blocking=True)

@@ -1,0 +1,98 @@
+"""Launches of the Triton pair: grids and compile-time arguments. Importing this module needs triton."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.sgmv_triton import expand_kernel, shrink_kernel
+from kernels.tuning import expand_tile, shrink_tile
+
+# Triton's default changes with 3.10, and 3.9 warns where neither is asked for.
+_COMPILER_OPTIONS = {"enable_fp_fusion": True}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: the kernel, its number of programs, its tensors and run-time numbers, and the rest by name."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch on the current stream; nothing where there is no program to run."""
+        if self.programs:
+            self.kernel[(self.programs,)](*self.arguments, **self.options)
+
+
+def shrink_launch(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, projections: int) -> tuple[Tensor, Launch]:
+    """Allocate the planes and describe the launch that fills them.
+
+    The arguments have been checked: see `kernels.sgmv.sgmv_shrink`, with a tile table of `block_m` rows a tile.
+    """
+    num_rows, in_features = x.shape
+    width = a_stack.shape[1]
+    rank = width // projections
+    tile = shrink_tile(tiles.shape[0], block_m, rank, projections, in_features, x.element_size())
+    planes = torch.empty(tile.splits, num_rows, width, dtype=torch.float32, device=x.device)
+    return planes, Launch(
+        shrink_kernel,
+        tiles.shape[0] * -(-width // tile.block_n) * tile.splits,
+        (x, a_stack, planes, tiles, num_rows, x.stride(0)),
+        {
+            "IN": in_features,
+            "RANK": rank,
+            "PROJECTIONS": projections,
+            "BLOCK_M": block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "SPLITS": tile.splits,
+            "STAGES": tile.num_stages,
+            "PRECISION": _precision(x.dtype),
+            "num_warps": tile.num_warps,
+            **_COMPILER_OPTIONS,
+        },
+    )
+
+
+def expand_launch(
+    planes: Tensor, b_stack: Tensor, y: Tensor, tiles: Tensor, block_m: int, slices: Sequence[int]
+) -> Launch:
+    """Describe the launch that adds the planes' product with B to y.
+
+    The arguments have been checked: see `kernels.sgmv.sgmv_expand`, with a tile table of `block_m` rows a tile.
+    """
+    splits, num_rows, _ = planes.shape
+    _, out_features, rank = b_stack.shape
+    tile = expand_tile(tiles.shape[0], block_m, rank, out_features)
+    row_parts = block_m // tile.block_m
+    column_tiles = sum(-(-width // tile.block_n) for width in slices)
+    return Launch(
+        expand_kernel,
+        tiles.shape[0] * row_parts * column_tiles,
+        (planes, b_stack, y, tiles, num_rows, y.stride(0)),
+        {
+            "RANK": rank,
+            "PROJECTIONS": len(slices),
+            "SLICE_END_0": slices[0],
+            "SLICE_END_1": sum(slices[:2]),
+            "OUT": out_features,
+            "ROW_PARTS": row_parts,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_R": tile.block_r,
+            "SPLITS": splits,
+            "PRECISION": _precision(y.dtype),
+            "num_warps": tile.num_warps,
+            **_COMPILER_OPTIONS,
+        },
+    )
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """fp32 products must be fp32: TF32 keeps 10 bits. The setting means nothing to the 16-bit types."""
+    return "ieee" if dtype == torch.float32 else "tf32"

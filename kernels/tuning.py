@@ -1,0 +1,91 @@
+"""Tile sizes of the Triton kernels.
+
+Everything is chosen from shapes alone, never from which adapters are present, so that a captured graph has exactly
+one choice and no step waits for the device. The figures come from compiled code (registers, shared memory, programs
+per multiprocessor) and from published tables for Hopper.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+_TARGET_PROGRAMS = 264
+"""Programs that fill the device: two for each of the 132 multiprocessors of an H100 or H200."""
+
+_MAX_SPLITS = 16
+
+_SMALLEST_ROW_TILE = 16 if torch.version.hip else 8
+"""On AMD a product of fewer than 16 rows leaves the matrix units."""
+
+
+class ShrinkTile(NamedTuple):
+    """How the shrink kernel cuts x @ A.T: columns of A and depth of one product, splits of K, and launch options."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+class ExpandTile(NamedTuple):
+    """How the expand kernel cuts v @ B.T: rows and columns of one program, padded rank, and launch options."""
+
+    block_m: int
+    block_n: int
+    block_r: int
+    num_warps: int
+
+
+def row_tile(num_rows: int, max_groups: int) -> int:
+    """Rows one tile of the tile table covers: 8 while groups are about one row, 16 for a batch, 64 for a prefill."""
+    if num_rows <= 2 * max_groups:
+        return _SMALLEST_ROW_TILE
+    return 16 if num_rows <= 1024 else 64
+
+
+@lru_cache(maxsize=1024)
+def shrink_tile(
+    num_tiles: int, block_m: int, rank: int, projections: int, in_features: int, itemsize: int
+) -> ShrinkTile:
+    """Sizes for `num_tiles` row tiles of x `[*, in_features]` against A of `projections` times `rank` rows.
+
+    K is split until the programs fill the device, and no further than one product each.
+    """
+    block_n = min(_power_of_two(rank), 64)
+    if block_m >= 64:
+        block_n = min(_power_of_two(rank * projections), 64)
+    block_n = max(block_n, 16)
+    block_k = 256 if block_m < 64 and block_n < 64 else 128
+    block_k = max(16, min(block_k * 2 // itemsize, _power_of_two(in_features)))
+    column_tiles = -(-rank * projections // block_n)
+    splits = 1
+    while (
+        splits < _MAX_SPLITS
+        and num_tiles * column_tiles * splits < _TARGET_PROGRAMS
+        and block_k * splits * 2 <= in_features
+    ):
+        splits *= 2
+    return ShrinkTile(block_n, block_k, splits, num_warps=4, num_stages=3)
+
+
+@lru_cache(maxsize=1024)
+def expand_tile(num_tiles: int, block_m: int, rank: int, out_features: int) -> ExpandTile:
+    """Sizes for `num_tiles` row tiles of y `[*, out_features]`: narrow columns while programs are few."""
+    block_r = max(16, _power_of_two(rank))
+    if block_r >= 128:
+        return ExpandTile(min(block_m, 32), 64, block_r, num_warps=4)
+    block_n = 64
+    if block_m <= 16:
+        for wider in (128, 256):
+            if num_tiles * (out_features // wider) >= 2 * _TARGET_PROGRAMS and block_r * wider <= 8192:
+                block_n = wider
+    else:
+        block_n = 128 if block_r <= 32 else 64
+    return ExpandTile(block_m, block_n, block_r, num_warps=4)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not smaller."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,249 @@
+"""The safetensors files of an adapter folder: headers first, tensors when the headers have been found good.
+
+Files are read, never mapped: a file that shrinks under a mapping kills the process, and a mapping would tie loaded
+adapters to their folder. They are read here rather than by the safetensors library, whose only reader from memory
+copies everything with the interpreter lock held, which stops a step loop in the same process for as long. Pickled
+files (`.bin`, `.pt`) are never opened.
+"""
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterable
+from io import BufferedReader
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from lora_core.errors import InvalidAdapter
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+INDEX_FILE = "adapter_model.safetensors.index.json"
+
+_MAX_HEADER_BYTES = 16 * 2**20
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SERVED_DTYPES = tuple(_DTYPES)
+"""Names that safetensors gives the data types that can be read."""
+
+_PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+class TensorInfo(NamedTuple):
+    """What a header says of one tensor: the file it is in, its safetensors dtype (`F32`, `BF16`, ...), its shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _Header(NamedTuple):
+    """A safetensors file's header: its JSON, as found and parsed, and the size of the whole file."""
+
+    encoded: bytes
+    entries: dict[str, _Entry]
+    file_size: int
+
+    @property
+    def data_start(self) -> int:
+        return 8 + len(self.encoded)
+
+    def view(self, key: str, content: memoryview) -> Tensor:
+        entry = self.entries[key]
+        dtype, count = _DTYPES[entry.dtype], math.prod(entry.shape)
+        if count == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        offset = self.data_start + entry.data_offsets[0]
+        return torch.frombuffer(content, dtype=dtype, count=count, offset=offset).view(entry.shape)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class AdapterWeights:
+    """The open weight files of one adapter; a context manager that closes them.
+
+    Attributes:
+        tensors: Every tensor of the files, by key, from their headers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Find the files and read their headers.
+
+        Raises:
+            InvalidAdapter: no safetensors file, a file that is empty, truncated or not safetensors, an index that
+                disagrees with its shards, or one key in two files.
+        """
+        self.tensors: dict[str, TensorInfo] = {}
+        self._files: dict[str, BufferedReader] = {}
+        self._headers: dict[str, _Header] = {}
+        try:
+            names, weight_map = _weight_files(folder)
+            for name in names:
+                self._open(folder, name)
+            if weight_map is not None:
+                _check_index(weight_map, self.tensors)
+        except OSError as error:
+            self.close()
+            raise InvalidAdapter(f"{str(folder)!r}: the weights cannot be read: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "AdapterWeights":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; safe to call again."""
+        for file in self._files.values():
+            file.close()
+
+    def read(self, keys: Collection[str], observe: Callable[[memoryview], object]) -> dict[str, Tensor]:
+        """Read the files into memory, and show `observe` every byte of each, its header's length included.
+
+        Args:
+            keys: Tensors wanted, each of one of `SERVED_DTYPES`.
+            observe: Called once per file, in the order of their names.
+
+        Returns:
+            The wanted tensors; those of one file share one buffer that nothing else refers to.
+
+        Raises:
+            InvalidAdapter: a file changed since its header was read.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name in sorted(self._files):
+            header = self._headers[name]
+            content = self._content(name, header)
+            observe(content)
+            tensors.update({key: header.view(key, content) for key in header.entries if key in keys})
+        return tensors
+
+    def _open(self, folder: Path, name: str) -> None:
+        path = folder / name
+        if not path.is_file():
+            raise InvalidAdapter(f"{name}: missing or not a regular file in {str(folder)!r}")
+        file = self._files[name] = path.open("rb")
+        header = self._headers[name] = _read_header(name, file)
+        for key, entry in header.entries.items():
+            if key in self.tensors:
+                raise InvalidAdapter(f"{name}: tensor {key!r} is in {self.tensors[key].file} too; expected it once")
+            self.tensors[key] = TensorInfo(name, entry.dtype, tuple(entry.shape))
+
+    def _content(self, name: str, header: "_Header") -> memoryview:
+        # Not a bytearray: clearing one takes as long as reading into it, with the interpreter lock held.
+        content = memoryview(np.empty(header.file_size, dtype=np.uint8))
+        file = self._files[name]
+        try:
+            file.seek(0)
+            num_read = file.readinto(content)
+        except OSError as error:
+            raise InvalidAdapter(f"{name}: cannot be read: {error}") from error
+        if num_read != header.file_size or content[8 : header.data_start] != header.encoded:
+            raise InvalidAdapter(f"{name}: changed while it was being read; load it again when it is written")
+        return content
+
+
+def _weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """Names of the files to read, and the index's map of keys to files where there is one."""
+    if (folder / WEIGHTS_FILE).exists():
+        return [WEIGHTS_FILE], None
+    if (folder / INDEX_FILE).is_file():
+        weight_map = _read_index(folder)
+        return sorted(set(weight_map.values())), weight_map
+    found = sorted(path.name for path in folder.iterdir())
+    loose = [name for name in found if name.endswith(".safetensors")]
+    if len(loose) == 1:
+        return loose, None
+    if loose:
+        raise InvalidAdapter(f"found {', '.join(loose)} without {INDEX_FILE}; expected {WEIGHTS_FILE}, or that index")
+    pickled = [name for name in found if name.endswith(_PICKLED_SUFFIXES)]
+    if pickled:
+        raise InvalidAdapter(
+            f"found {', '.join(pickled)} and no {WEIGHTS_FILE}: pickled weights are never read; "
+            "save the adapter with safe_serialization=True"
+        )
+    raise InvalidAdapter(f"no {WEIGHTS_FILE} in {str(folder)!r}: the adapter's weights are missing")
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    try:
+        with (folder / INDEX_FILE).open("rb") as file:
+            content = file.read(_MAX_HEADER_BYTES + 1)
+        weight_map = msgspec.json.decode(content, type=_Index).weight_map
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidAdapter(f"{INDEX_FILE}: not a safetensors index: {error}") from error
+    for name in weight_map.values():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise InvalidAdapter(f"{INDEX_FILE}: names {name!r}, expected a *.safetensors file in the same folder")
+    return weight_map
+
+
+def _check_index(weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
+    placed = {key: info.file for key, info in tensors.items()}
+    if wrong := sorted(key for key in weight_map.keys() | placed.keys() if weight_map.get(key) != placed.get(key)):
+        raise InvalidAdapter(f"{INDEX_FILE}: disagrees with its shards on {list_keys(wrong)}; a shard may be stale")
+
+
+def _read_header(name: str, file: BufferedReader) -> _Header:
+    """Parse a safetensors header: 8 bytes of length, then JSON of that length, then the tensors' bytes."""
+    size = os.fstat(file.fileno()).st_size
+    if size == 0:
+        raise InvalidAdapter(f"{name}: the file is empty")
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 + length:
+        raise InvalidAdapter(f"{name}: truncated or not safetensors: {size} bytes, its header alone claims {length}")
+    if length > _MAX_HEADER_BYTES:
+        raise InvalidAdapter(f"{name}: a header of {length} bytes, at most {_MAX_HEADER_BYTES} are read")
+    header = _Header(file.read(length), {}, size)
+    header.entries.update(_parse_entries(name, header.encoded))
+    _check_layout(name, header)
+    return header
+
+
+def _parse_entries(name: str, encoded: bytes) -> dict[str, _Entry]:
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+        fields.pop("__metadata__", None)
+        return {key: msgspec.json.decode(value, type=_Entry) for key, value in fields.items()}
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise InvalidAdapter(f"{name}: not a safetensors header: {error}") from error
+
+
+def _check_layout(name: str, header: _Header) -> None:
+    """The tensors must fill the rest of the file without gap or overlap, each with the bytes of its shape."""
+    end = 0
+    for key, entry in sorted(header.entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        if start != end or stop < start or min(entry.shape, default=0) < 0:
+            raise InvalidAdapter(f"{name}: tensor {key!r} of shape {entry.shape} is at {start}..{stop}, expected {end}")
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is not None and stop - start != math.prod(entry.shape) * dtype.itemsize:
+            raise InvalidAdapter(f"{name}: tensor {key!r} of {entry.dtype} {entry.shape} has {stop - start} bytes")
+        end = stop
+    expected = header.data_start + end
+    if header.file_size != expected:
+        what = "truncated" if header.file_size < expected else "longer than its header says"
+        raise InvalidAdapter(f"{name}: {what}: {header.file_size} bytes, expected {expected}")
+
+
+def list_keys(keys: Iterable[str], limit: int = 20) -> str:
+    """The keys, the first `limit` of them in full, for an error message."""
+    names = list(keys)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

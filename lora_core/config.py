@@ -1,0 +1,69 @@
+"""Settings of the LoRA core and of one engine: frozen, keyword-only, unknown keys refused."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_LORA_RANK = 256
+"""Largest `max_lora_rank` the kernels are built for."""
+
+
+class Settings(BaseModel):
+    """A group of settings; an unknown key is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class LoRAConfig(Settings):
+    """The `lora_config` section: whether adapters are served, how many at once, and how large."""
+
+    enable_lora: bool = Field(default=False, description="Serve LoRA adapters beside the base model.")
+    lora_paths: tuple[str, ...] = Field(
+        default=(), description="Adapters loaded at start, each `name=path`, or `path` alone as both."
+    )
+    max_lora_rank: int = Field(
+        default=16, ge=1, le=MAX_LORA_RANK, description="Largest adapter rank accepted; slots are padded to it."
+    )
+    max_num_loras: int = Field(
+        default=1, ge=1, le=256, description="Slots: adapters that can be active in one batch, per replica."
+    )
+    allow_remote: bool = Field(
+        default=False, description="Allow a Hugging Face repo id (`org/name` or `org/name@rev`) as a path."
+    )
+
+    @model_validator(mode="after")
+    def _paths_need_lora(self) -> "LoRAConfig":
+        if self.lora_paths and not self.enable_lora:
+            raise ValueError(
+                f"lora_paths names {len(self.lora_paths)} adapter(s) while enable_lora is false; "
+                "set enable_lora: true to serve them, or remove lora_paths"
+            )
+        return self
+
+
+class EngineSettings(Settings):
+    """The `engine` section: one engine's device and budgets."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Data type of weights and activations; auto is the checkpoint's."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto is cuda where there is one.")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Longest prompt plus answer in tokens; unset is the model's own limit."
+    )
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences in one step.")
+    max_num_batched_tokens: int = Field(default=512, ge=1, description="Most tokens, prompts and answers, in a step.")
+    block_size: int = Field(default=16, ge=1, le=256, description="Tokens in one KV-cache block.")
+    kv_cache_tokens: int = Field(default=16384, ge=1, description="Tokens the KV cache holds.")
+    max_slot_wait_s: float = Field(
+        default=2.0, ge=0, description="A request waiting longer than this for a slot has one set aside for it."
+    )
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: torch's choice.")
+    pack_weights: bool = Field(default=True, description="On CPU, reorder linear weights for oneDNN at start.")
+
+
+class EngineConfig(EngineSettings):
+    """An engine's settings together with the model it serves."""
+
+    model: Path = Field(description="Folder of the base model (config.json, *.safetensors, tokenizer files).")

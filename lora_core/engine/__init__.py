@@ -1,0 +1,1 @@
+"""Continuous batching: requests, blocks, scheduler, attention, sampler, and the engine that steps them."""

@@ -1,0 +1,226 @@
+"""The engine of one replica: requests in, tokens out, one step at a time."""
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from lora_core.config import EngineConfig, LoRAConfig
+from lora_core.engine.blocks import BlockPool
+from lora_core.engine.request import Limits, Request, ScheduledBatch, check
+from lora_core.engine.runner import ModelRunner
+from lora_core.engine.sampler import sample
+from lora_core.engine.scheduler import Scheduler
+from lora_core.errors import AdapterError, ConfigError, InvalidRequest
+from lora_core.messages import EngineReady, GenerateRequest, SamplingParams, TokenDelta
+from lora_core.types import LoRAStatus
+
+WARM_UP_TOKENS = 16
+
+
+class LLMEngine:
+    """Decodes for many requests and adapters at once.
+
+    One thread, the step thread, makes all calls; only `manager` may be used from others, as it says. What a user did
+    wrong never raises: it comes back as a delta from the next `step`. What raises out of `step` is a fault of the
+    engine itself; every request is then as it was before, and the process is best replaced.
+
+    Tokens: a delta's `token_ids` include the end-of-text or stop token that ends an answer, as `generate` of
+    transformers does, so an answer is exactly what the model chose. Whoever turns ids into text leaves that token out.
+
+    Args:
+        engine_config: The model, its device and its budgets.
+        lora_config: Whether adapters are served; those of `lora_paths` are loaded before this returns.
+        clock: Seconds, never falling: measures how long requests wait for a slot.
+
+    Raises:
+        ConfigError: a setting cannot work, or an adapter of `lora_paths` was not loaded; it is named, with the reason.
+    """
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        lora_config: LoRAConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner = ModelRunner(engine_config, lora_config)
+        self.manager = self.runner.manager
+        for spec in lora_config.lora_paths:
+            response = self.manager.load_adapter(spec)
+            if response.status is not LoRAStatus.SUCCESS:
+                raise ConfigError(f"lora_paths entry {spec!r}: {response.message}")
+        blocks = BlockPool(self.runner.num_blocks, engine_config.block_size)
+        self._scheduler = Scheduler(
+            blocks,
+            self.manager,
+            max_num_seqs=engine_config.max_num_seqs,
+            max_num_batched_tokens=engine_config.max_num_batched_tokens,
+            max_slot_wait_s=engine_config.max_slot_wait_s,
+            clock=clock,
+        )
+        self._limits = Limits(
+            max_model_len=self.runner.config.max_model_len,
+            kv_cache_tokens=blocks.num_blocks * blocks.block_size,
+            vocab_size=self.runner.config.vocab_size,
+        )
+        self._eos_token_ids = eos_token_ids(engine_config.model)
+        self._requests: dict[str, Request] = {}
+        self._refused: list[TokenDelta] = []
+        self._arrivals = itertools.count()
+        self._randomness = torch.Generator()
+        self._randomness.seed()
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    def ready(self) -> EngineReady:
+        """What the engine can take. `max_model_len` is the longest prompt plus answer, the KV cache considered."""
+        return EngineReady(
+            max_model_len=min(self._limits.max_model_len, self._limits.kv_cache_tokens),
+            num_slots=self.manager.num_slots,
+            vocab_size=self._limits.vocab_size,
+            eos_token_ids=sorted(self._eos_token_ids),
+            kv_cache_tokens=self._limits.kv_cache_tokens,
+        )
+
+    def add_request(self, message: GenerateRequest) -> None:
+        """Queue a request, and hold its adapter: it finishes with these weights even if the name is unloaded.
+
+        A request that cannot be served is answered by the next `step`, with finish reason "error" and the error's
+        class and sentence: InvalidRequest (out of range, too long, or an id that is in use, whose first request goes
+        on), AdapterNotFound or LoRADisabled.
+        """
+        try:
+            request = self._accept(message)
+        except (InvalidRequest, AdapterError) as error:
+            self._refused.append(_failure(message.request_id, str(error), type(error).__name__))
+            return
+        self._requests[request.request_id] = request
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free what it holds, now; no delta follows. An unknown id is ignored."""
+        self._refused = [delta for delta in self._refused if delta.request_id != request_id]
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._scheduler.abort(request)
+            self._forget(request)
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to say."""
+        return bool(self._requests or self._refused)
+
+    def step(self) -> list[TokenDelta]:
+        """Run one batch, and return the tokens it produced and the requests refused since the last step.
+
+        Returns:
+            At most one delta for each request that is running; a finished one is forgotten here.
+        """
+        deltas = self._run(self._scheduler.schedule())
+        deltas += self._refused
+        self._refused = []
+        return deltas
+
+    def warm_up(self) -> None:
+        """Run a short prompt and a decode step, through an adapter too if one is loaded, so that no user pays for it.
+
+        Called before the first request.
+        """
+        assert not self._requests, "warm_up runs before the first request"
+        longest = self.ready().max_model_len
+        prompt = [0] * max(1, min(WARM_UP_TOKENS, longest - 2))
+        max_tokens = min(2, longest - len(prompt))
+        for name in (None, *itertools.islice(self.manager.loras, 1)):
+            for temperature in (0.0, 1.0):
+                sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.9, ignore_eos=True)
+                self.add_request(GenerateRequest(f"warm-up {name} {temperature}", prompt, sampling, name))
+        while self.has_work():
+            self.step()
+
+    def check_invariants(self) -> None:
+        """Assert that requests, blocks, slots, pins and counts agree; costs time, for tests."""
+        self.manager.check()
+        self._scheduler.check()
+        known = len(self._requests)
+        queued = self._scheduler.num_running + self._scheduler.num_waiting
+        assert known == queued, f"{known} requests are known and {queued} are queued or running"
+
+    def _accept(self, message: GenerateRequest) -> Request:
+        if message.request_id in self._requests:
+            raise InvalidRequest(f"request id {message.request_id!r} is in use; give each request its own")
+        check(message, self._limits)
+        sampling = message.sampling
+        generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
+        # Last, because from here on the adapter must be released.
+        adapter = None if message.lora_name is None else self.manager.acquire(message.lora_name)
+        return Request(
+            request_id=message.request_id,
+            token_ids=list(message.prompt_token_ids),
+            num_prompt_tokens=len(message.prompt_token_ids),
+            arrival=next(self._arrivals),
+            sampling=sampling,
+            adapter=adapter,
+            generator=generator,
+        )
+
+    def _run(self, batch: ScheduledBatch) -> list[TokenDelta]:
+        if not batch.rows:
+            return []
+        batch = ScheduledBatch(self.manager.sort_lora_batch(batch.rows))
+        logits = self.runner.run(batch)
+        requests = [row.request for row in batch.rows if row.samples]
+        tokens = sample(
+            logits,
+            [request.sampling for request in requests],
+            [request.generator for request in requests],
+            self._randomness,
+        )
+        for row in batch.rows:
+            row.request.num_computed += row.num_tokens
+        return [self._advance(request, token) for request, token in zip(requests, tokens, strict=True)]
+
+    def _advance(self, request: Request, token: int | None) -> TokenDelta:
+        """Append the next token to a request's answer, and end the request if that was the last one."""
+        if token is None:
+            self._finish(request)
+            model = "the base model" if request.adapter is None else f"LoRA adapter {request.adapter.name!r}"
+            return _failure(request.request_id, f"{model} gave logits that are not finite (NaN or infinity)")
+        request.token_ids.append(token)
+        reason = request.finish_reason(self._eos_token_ids)
+        if reason is not None:
+            self._finish(request)
+        return TokenDelta(request.request_id, [token], reason)
+
+    def _finish(self, request: Request) -> None:
+        self._scheduler.finish(request)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        if request.adapter is not None:
+            self.manager.release(request.adapter)
+
+
+def eos_token_ids(folder: Path) -> frozenset[int]:
+    """The ids that end an answer: those of generation_config.json, or else of config.json; there may be none."""
+    found: int | list[int] | None = None
+    if (folder / "generation_config.json").exists():
+        found = GenerationConfig.from_pretrained(folder).eos_token_id
+    if found is None:
+        found = AutoConfig.from_pretrained(folder).eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+def _failure(request_id: str, error: str, error_type: str = "EngineError") -> TokenDelta:
+    return TokenDelta(request_id, [], "error", error, error_type)

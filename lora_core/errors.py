@@ -1,0 +1,70 @@
+"""The exceptions of this project, each raised once, at the edge where the fault is found.
+
+    LoRAFleetError
+    ├── InvalidRequest            a request that can never be served: malformed, out of range, too long
+    ├── AdapterError
+    │   ├── AdapterNotFound       no adapter has this name
+    │   ├── AdapterNameTaken      the name belongs to another adapter, or to the base model
+    │   ├── InvalidAdapterPath    nothing readable at this path
+    │   ├── InvalidAdapter        files were found, and cannot be served exactly
+    │   └── LoRADisabled          the server runs with `enable_lora: false`
+    ├── ConfigError               a setting that cannot work, found at start
+    │   └── UnsupportedModel      the base model's architecture is not declared
+    └── EngineError
+        ├── EngineDead            the engine process is gone or no longer makes progress
+        └── RequestTimeout        an answer did not come within its deadline
+
+Every exception carries one string, a sentence its reader can act on, so that it crosses process boundaries unchanged.
+"""
+
+
+class LoRAFleetError(Exception):
+    """Base of every exception this project raises on purpose."""
+
+
+class InvalidRequest(LoRAFleetError, ValueError):
+    """The request itself is wrong; sending it again unchanged cannot help."""
+
+
+class AdapterError(LoRAFleetError):
+    """An operation on an adapter was refused."""
+
+
+class AdapterNotFound(AdapterError):
+    """No adapter of this name is loaded."""
+
+
+class AdapterNameTaken(AdapterError):
+    """The name belongs to another adapter or to the base model."""
+
+
+class InvalidAdapterPath(AdapterError, ValueError):
+    """No adapter folder can be read at this path."""
+
+
+class InvalidAdapter(AdapterError, ValueError):
+    """The adapter's files cannot be served exactly; the message says which and why."""
+
+
+class LoRADisabled(AdapterError):
+    """Adapters were asked of a server that runs with `enable_lora: false`."""
+
+
+class ConfigError(LoRAFleetError, ValueError):
+    """A setting that cannot work; the message names it, its value and what is allowed."""
+
+
+class UnsupportedModel(ConfigError):
+    """The base model's architecture is not one this server declares."""
+
+
+class EngineError(LoRAFleetError):
+    """The engine could not answer."""
+
+
+class EngineDead(EngineError):
+    """The engine process is gone, or no longer makes progress."""
+
+
+class RequestTimeout(EngineError, TimeoutError):
+    """An answer did not come within its deadline."""

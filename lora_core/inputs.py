@@ -1,0 +1,94 @@
+"""What a wrapped model takes beside its own inputs: the step's routing and the slot tensors, in one fixed order."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kernels import Routing
+from lora_core.layers import lora_layers
+from lora_core.stacks import AdapterTensors, SlotStacks, TensorSpec
+
+NUM_ROUTING_INPUTS = 3
+
+
+class LoRAInputs:
+    """Declares, allocates and binds a model's LoRA inputs: 3 routing tensors, then one stack per slot tensor.
+
+    The routing tensors are int32: the slot of each group `[max_groups]` (-1 past the last group), the first row of each
+    group `[max_groups + 1]` (the end of the last group past it), and the number of rows that carry LoRA `[1]`.
+
+    Attributes:
+        specs: What each tensor must be, in order.
+    """
+
+    def __init__(self, stacks: SlotStacks, max_groups: int, device: torch.device) -> None:
+        self.specs: tuple[TensorSpec, ...] = (
+            TensorSpec("lora_ids", (max_groups,), torch.int32),
+            TensorSpec("lora_grouped_offsets", (max_groups + 1,), torch.int32),
+            TensorSpec("lora_end", (1,), torch.int32),
+            *stacks.specs,
+        )
+        self._stacks = stacks
+        self._device = device
+        self._bound: tuple[Tensor, ...] = ()
+        self._model: nn.Module | None = None
+
+    def buffers(self) -> list[Tensor]:
+        """The bound tensors or, before there are any, new ones of zeros."""
+        if self._bound:
+            return list(self._bound)
+        # They are written in and out of inference mode, which a tensor created inside it does not allow.
+        with torch.inference_mode(False):
+            return [torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) for spec in self.specs]
+
+    def bind(self, tensors: Sequence[Tensor], residents: Iterable[tuple[int, AdapterTensors]]) -> None:
+        """Make these the model's inputs, and write the adapters that have slots into them.
+
+        Raises:
+            ValueError: their number, or the shape, data type or device of one, is not that of `specs`.
+        """
+        self._check(tensors)
+        self._bound = tuple(tensors)
+        self._stacks.bind(self._bound[NUM_ROUTING_INPUTS:])
+        self._bind_layers()
+        for slot, adapter in residents:
+            self._stacks.write(slot, adapter)
+
+    def bind_model(self, model: nn.Module) -> None:
+        """Bind the LoRA layers of this model, now or as soon as there are tensors."""
+        self._model = model
+        self._bind_layers()
+
+    def write(self, slot: int, adapter: AdapterTensors) -> None:
+        """Make the slot hold exactly this adapter; without bound tensors, `bind` will."""
+        if self._bound:
+            self._stacks.write(slot, adapter)
+
+    def fill_routing(self, routing: Routing) -> None:
+        """Copy a step's routing triple into the bound routing tensors, if there are any."""
+        if self._bound:
+            lora_ids, grouped_offsets, end = self._bound[:NUM_ROUTING_INPUTS]
+            lora_ids.copy_(routing.lora_ids)
+            grouped_offsets.copy_(routing.grouped_offsets)
+            # Offsets past the last group repeat the end.
+            end.copy_(routing.grouped_offsets[-1:])
+
+    def _bind_layers(self) -> None:
+        if self._model is None or not self._bound:
+            return
+        stacks = self._bound[NUM_ROUTING_INPUTS:]
+        for index, (_, layer) in enumerate(lora_layers(self._model)):
+            layer.bind(stacks[2 * index], stacks[2 * index + 1])
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != len(self.specs):
+            raise ValueError(
+                f"{len(tensors)} LoRA inputs given, expected {len(self.specs)}: "
+                f"{NUM_ROUTING_INPUTS} routing tensors and {len(self._stacks.specs)} stacks"
+            )
+        for tensor, spec in zip(tensors, self.specs, strict=True):
+            found = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+            expected = (spec.shape, spec.dtype, self._device.type)
+            if found != expected:
+                raise ValueError(f"LoRA input {spec.name!r} has (shape, dtype, device) {found}, expected {expected}")

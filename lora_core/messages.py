@@ -1,0 +1,97 @@
+"""Messages between a replica and its engine process, msgpack over the replica's private ZMQ sockets.
+
+Requests go one way (`GenerateRequest`, `AbortRequest`), events the other (`EngineEvent`, a tagged union). LoRA
+operations have a channel of their own (`lora_core.channel`).
+"""
+
+from typing import Literal
+
+import msgspec
+
+from lora_core.types import AdapterRef
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen and when to stop. Ranges are checked by `lora_core.engine.request.check`."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    seed: int | None = None
+    """Same seed, same tokens, whatever else is in the batch."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End the answer, beside the model's own end-of-text ids; not part of the answer's text."""
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
+    """Continue a prompt, through an adapter or (name unset) the base model."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = SamplingParams()
+    lora_name: str | None = None
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget a request; nothing more is sent for it. Unknown ids are ignored."""
+
+    request_id: str
+
+
+EngineRequest = GenerateRequest | AbortRequest
+
+
+class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one request, and why it ended, when it did.
+
+    `error` comes with finish_reason "error": `error_type` is the class name in `lora_core.errors` to raise for it.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    error_type: str = "EngineError"
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Sent once, when the engine can take requests."""
+
+    max_model_len: int
+    num_slots: int
+    """Adapter slots; 0 with LoRA off."""
+    vocab_size: int
+    eos_token_ids: list[int]
+    kv_cache_tokens: int
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """Sent instead of ready, or before the process ends on a fault it cannot survive."""
+
+    reason: str
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag="step"):
+    """What one step produced, for all its requests; an empty one is a heartbeat."""
+
+    step: int
+    deltas: list[TokenDelta] = []
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+class Residency(msgspec.Struct, frozen=True, tag="residency"):
+    """Which adapters are in slots and which are loaded; sent after every change, with a rising sequence number."""
+
+    sequence: int
+    resident: list[AdapterRef]
+    loaded: list[AdapterRef]
+
+
+EngineEvent = EngineReady | EngineFailed | StepOutput | Residency

@@ -1,0 +1,1 @@
+"""The decoder, its declared architectures, and the reading of checkpoints into it."""

@@ -1,0 +1,172 @@
+"""The projections of a decoder layer that adapters may change, declared once per architecture.
+
+The tuple of targets is the only source of truth for three things: which linear layers are wrapped, how the base
+checkpoint's weights are fused, and which PEFT modules fill which part of a slot.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lora_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoRATargetModule:
+    """One linear layer inside every decoder layer, and the PEFT projections it computes.
+
+    Attributes:
+        path: Where the linear layer is, from a decoder layer, e.g. `self_attn.qkv_proj`.
+        projections: The PEFT projections it covers, in the order of its output rows, e.g. `("q_proj", "k_proj",
+            "v_proj")`. They are siblings of `path` in the checkpoint and in adapters.
+        stacked: The checkpoint stores the projections apart and the decoder stores them as one weight, so their rows
+            are concatenated at load. False: the checkpoint already has a weight at `path`.
+    """
+
+    path: str
+    projections: tuple[str, ...]
+    stacked: bool = False
+
+    def siblings(self) -> tuple[str, ...]:
+        """Paths of the projections inside a decoder layer, in fused order, e.g. `self_attn.q_proj`."""
+        parent, _, _ = self.path.rpartition(".")
+        return tuple(self._sibling(parent, projection) for projection in self.projections)
+
+    def peft_modules(self, layer: int) -> tuple[str, ...]:
+        """Normalised names of the modules an adapter changes here, in fused order, e.g. `layers.3.self_attn.q_proj`."""
+        return tuple(f"layers.{layer}.{path}" for path in self.siblings())
+
+    def _sibling(self, parent: str, projection: str) -> str:
+        # A target that is one projection has its own path, also where the projection's name has a dot (`to_out.0`).
+        if self.path == projection or self.path.endswith(f".{projection}"):
+            return self.path
+        return f"{parent}.{projection}" if parent else projection
+
+
+@dataclass(frozen=True)
+class LoRASite:
+    """One target in one decoder layer: the place of one A stack and one B stack.
+
+    Attributes:
+        layer: Index of the decoder layer.
+        order: Index of the target in the architecture's tuple.
+        target: The target.
+        in_features: Width K of the layer's input.
+        slices: Output rows of each projection, in fused order; their sum is the layer's output width.
+    """
+
+    layer: int
+    order: int
+    target: LoRATargetModule
+    in_features: int
+    slices: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """E.g. `layers.3.self_attn.qkv_proj`."""
+        return f"layers.{self.layer}.{self.target.path}"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Normalised names of the PEFT modules that fill this site, in fused order."""
+        return self.target.peft_modules(self.layer)
+
+
+def lora_sites(
+    targets: Sequence[LoRATargetModule], projections: Mapping[str, tuple[int, int]], num_layers: int
+) -> tuple[LoRASite, ...]:
+    """Every target in every decoder layer: layer by layer, within a layer in the targets' order.
+
+    Args:
+        targets: The architecture's targets.
+        projections: `(out_features, in_features)` of each PEFT projection of the base model.
+        num_layers: Decoder layers of the base model.
+
+    Raises:
+        ConfigError: a target names a projection without a shape, fuses projections of different input widths, or
+            shares its path with another target.
+    """
+    paths = [target.path for target in targets]
+    if repeated := sorted({path for path in paths if paths.count(path) > 1}):
+        raise ConfigError(f"LoRA targets name {', '.join(repeated)} more than once; each path is declared once")
+    shapes = [_fused_shape(target, projections) for target in targets]
+    return tuple(
+        LoRASite(layer, order, target, *shapes[order])
+        for layer in range(num_layers)
+        for order, target in enumerate(targets)
+    )
+
+
+def _fused_shape(target: LoRATargetModule, projections: Mapping[str, tuple[int, int]]) -> tuple[int, tuple[int, ...]]:
+    """Input width and output slices of a target."""
+    unknown = [projection for projection in target.projections if projection not in projections]
+    if unknown or not target.projections:
+        raise ConfigError(
+            f"LoRA target {target.path!r} covers {', '.join(unknown) or 'no projection'}, "
+            f"expected some of the base model's projections: {', '.join(projections)}"
+        )
+    widths = {projection: projections[projection][1] for projection in target.projections}
+    if len(set(widths.values())) > 1:
+        raise ConfigError(f"LoRA target {target.path!r} fuses projections of different input widths: {widths}")
+    return next(iter(widths.values())), tuple(projections[projection][0] for projection in target.projections)
+
+
+def stack_weights(weights: Mapping[str, Tensor], targets: Sequence[LoRATargetModule]) -> dict[str, Tensor]:
+    """Fuse the weights, biases and other per-row tensors of stacked targets along their output rows.
+
+    Semantics, for every stacked target with projections p0, p1, ..., every prefix that ends in `layers.<n>.`, and every
+    suffix (`weight`, `bias`, ...):
+        out[prefix + path + suffix] = cat([weights[prefix + p0 + suffix], weights[prefix + p1 + suffix], ...], dim=0)
+    Every other tensor passes through under its own name.
+
+    Args:
+        weights: A checkpoint's tensors by name, e.g. `model.layers.0.self_attn.q_proj.weight`.
+        targets: The architecture's targets.
+
+    Returns:
+        A new dict in the order of first appearance; tensors that were not fused are shared, not copied.
+
+    Raises:
+        ValueError: some but not all projections of a fused tensor are present.
+    """
+    fused_parts = {
+        path: (target, part) for target in targets if target.stacked for part, path in enumerate(target.siblings())
+    }
+    stacked: dict[str, Tensor] = {}
+    groups: dict[str, dict[int, Tensor]] = {}
+    owner: dict[str, LoRATargetModule] = {}
+    for key, tensor in weights.items():
+        prefix, path, suffix = _split_key(key)
+        if path not in fused_parts:
+            stacked[key] = tensor
+            continue
+        target, part = fused_parts[path]
+        fused_key = f"{prefix}{target.path}.{suffix}"
+        stacked.setdefault(fused_key, tensor)  # keeps the place; replaced below
+        groups.setdefault(fused_key, {})[part] = tensor
+        owner[fused_key] = target
+    for fused_key, parts in groups.items():
+        stacked[fused_key] = _concatenate(fused_key, owner[fused_key], parts)
+    return stacked
+
+
+def _split_key(key: str) -> tuple[str, str, str]:
+    """Split `a.layers.3.self_attn.q_proj.weight` into (`a.layers.3.`, `self_attn.q_proj`, `weight`)."""
+    names = key.split(".")
+    for place in range(len(names) - 2, 0, -1):
+        if names[place].isdigit() and names[place - 1] == "layers":
+            head = ".".join(names[: place + 1]) + "."
+            return head, ".".join(names[place + 1 : -1]), names[-1]
+    return "", key, ""
+
+
+def _concatenate(fused_key: str, target: LoRATargetModule, parts: Mapping[int, Tensor]) -> Tensor:
+    absent = [name for part, name in enumerate(target.projections) if part not in parts]
+    if absent:
+        raise ValueError(
+            f"the checkpoint has no {', '.join(absent)} for {fused_key!r}, "
+            f"which fuses {', '.join(target.projections)}: all of them must be present, or none"
+        )
+    return torch.cat([parts[part] for part in range(len(target.projections))], dim=0)

@@ -1,0 +1,214 @@
+"""Compile the SGMV kernels for a GPU that is not here, and judge what the assembler made of them.
+
+Run as `python -m tests.kernels.static_compile`, in a process of its own without TRITON_INTERPRET. It prints a row for
+each kernel and, last, one JSON line `{"kernels": [...], "failures": [...]}`; it exits with 1 if there are failures.
+
+A stand-in driver names the target, and each kernel is warmed up with the arguments its launch would get, so that the
+code judged is the code that runs: same tiles, same specialisation. The wheel's own assembler and disassembler are used.
+"""
+
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from kernels.schedule import num_tiles
+from kernels.sgmv_launch import Launch, expand_launch, shrink_launch
+from kernels.tuning import row_tile
+
+ARCHITECTURE = 90
+MAX_SHARED_BYTES = 232448
+SHARED_BYTES_PER_SM = 233472
+REGISTERS_PER_SM = 65536
+
+_BINARIES = Path(nvidia.__file__).parent / "bin"
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+(?:\.\w+)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A fused projection of a model: its input width and the widths of its outputs."""
+
+    model: str
+    name: str
+    in_features: int
+    slices: tuple[int, ...]
+
+
+LLAMA_3_8B = (
+    Site("llama-3-8b", "qkv", 4096, (4096, 1024, 1024)),
+    Site("llama-3-8b", "o", 4096, (4096,)),
+    Site("llama-3-8b", "gate_up", 4096, (14336, 14336)),
+    Site("llama-3-8b", "down", 14336, (4096,)),
+)
+SMOLLM2 = (
+    Site("smollm2-135m", "qkv", 576, (576, 192, 192)),
+    Site("smollm2-135m", "gate_up", 576, (1536, 1536)),
+    Site("smollm2-135m", "down", 1536, (576,)),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one kernel compiled to."""
+
+    kernel: str
+    programs: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    programs_per_sm: int
+    instructions: int
+    matrix: int
+    wide_loads: int
+    narrow_accesses: int
+    spills: int
+    barriers: int
+
+    def failures(self) -> list[str]:
+        """The rules this kernel breaks."""
+        rules = {
+            "spills registers": self.spills or self.stack_bytes,
+            f"uses more than {MAX_SHARED_BYTES} bytes of shared memory": self.shared_bytes > MAX_SHARED_BYTES,
+            "has no matrix instruction": not self.matrix,
+            "has no 128-bit load": not self.wide_loads,
+            "loads or stores 2 bytes at a time": self.narrow_accesses,
+        }
+        return [f"{self.kernel} {rule}" for rule, broken in rules.items() if broken]
+
+
+class StandInDriver:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, architecture: int) -> None:
+        self.target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def map_python_to_cpp_type(self, name: str) -> str:
+        return "void"
+
+
+def launches(site: Site, num_rows: int, num_slots: int, rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """The two launches of a site at a step's shapes, with tensors that have no memory."""
+    block_m = row_tile(num_rows, num_slots)
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    out = sum(site.slices)
+    tiles = meta(num_tiles(num_rows, num_slots, block_m), 4, dtype=torch.int32)
+    a_stack = meta(num_slots, len(site.slices) * rank, site.in_features)
+    planes, shrink = shrink_launch(meta(num_rows, site.in_features), a_stack, tiles, block_m, len(site.slices))
+    expand = expand_launch(planes, meta(num_slots, out, rank), meta(num_rows, out), tiles, block_m, list(site.slices))
+    shape = f"{site.model} {site.name} r={rank} T={num_rows} slots={num_slots}"
+    yield f"shrink {shape}", shrink
+    yield f"expand {shape}", expand
+
+
+def compile_launch(name: str, launch: Launch) -> Report:
+    """Compile one launch for the stand-in driver's target and read its machine code."""
+    launch.kernel.device_caches.clear()
+    compiled = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _disassemble("-res-usage", file.name)
+        code = _disassemble("-sass", file.name)
+    resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert resources, f"cuobjdump does not report registers: {usage!r}"
+    registers, stack = int(resources[1]), int(resources[2])
+    operations = collections.Counter(_INSTRUCTION.findall(code))
+
+    def count(pattern: str) -> int:
+        return sum(number for operation, number in operations.items() if re.match(pattern, operation))
+
+    num_warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
+    registers_per_program = -(-registers // 8) * 8 * 32 * num_warps
+    return Report(
+        kernel=name,
+        programs=launch.programs,
+        registers=registers,
+        stack_bytes=stack,
+        shared_bytes=shared,
+        programs_per_sm=min(REGISTERS_PER_SM // registers_per_program, SHARED_BYTES_PER_SM // (shared + 1024)),
+        instructions=sum(operations.values()),
+        matrix=count(r"H?GMMA|HMMA"),
+        wide_loads=count(r"LDG\..*\.128|LDGSTS.*\.128"),
+        narrow_accesses=count(r"(LDG|STG).*\.[US]16"),
+        spills=count("LDL|STL"),
+        barriers=count("BAR"),
+    )
+
+
+def reports() -> Iterator[Report]:
+    """Every configuration that is judged: decode, mixed and prefill steps, small and large ranks."""
+    cases = [
+        *((site, 8, 8, 16) for site in LLAMA_3_8B),
+        *((site, 64, 64, 16) for site in LLAMA_3_8B),
+        *((site, 64, 8, 64) for site in LLAMA_3_8B[:1]),
+        *((site, 2048, 8, 16) for site in LLAMA_3_8B),
+        *((site, 2048, 8, 64) for site in LLAMA_3_8B[2:3]),
+        *((site, 2048, 8, 256) for site in LLAMA_3_8B[:1]),
+        *((site, 8, 8, 8) for site in SMOLLM2),
+    ]
+    for site, num_rows, num_slots, rank in cases:
+        for name, launch in launches(site, num_rows, num_slots, rank, torch.bfloat16):
+            yield compile_launch(name, launch)
+
+
+def row(report: Report) -> str:
+    """A report as a line of a table."""
+    return (
+        f"{report.kernel:50s} grid {report.programs:6d}  regs {report.registers:3d}  shared {report.shared_bytes:6d}  "
+        f"per SM {report.programs_per_sm:2d}  instr {report.instructions:5d}  mma {report.matrix:3d}  "
+        f"128-bit {report.wide_loads:3d}  16-bit {report.narrow_accesses}  spills {report.spills}  "
+        f"barriers {report.barriers}"
+    )
+
+
+def main() -> int:
+    """Compile, print and judge every configuration."""
+    driver.set_active(StandInDriver(ARCHITECTURE))
+    all_reports, failures = [], []
+    for report in reports():
+        all_reports.append(asdict(report))
+        failures.extend(report.failures())
+        print(row(report), flush=True)
+    summary = {"triton": triton.__version__, "architecture": ARCHITECTURE}
+    print(json.dumps({**summary, "kernels": all_reports, "failures": failures}))
+    return 1 if failures else 0
+
+
+def _disassemble(option: str, path: str) -> str:
+    command = [str(_BINARIES / "cuobjdump"), option, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET"):
+        sys.exit("TRITON_INTERPRET is set: unset it, the interpreter compiles nothing")
+    sys.exit(main())

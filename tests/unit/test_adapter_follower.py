@@ -1,0 +1,266 @@
+"""`AdapterFollower` against the real router, reached without Ray, over a line that can be cut."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.fleet import Registration, ReplicaUnknown
+from cluster.registry import Change
+from deployments.adapter_follower import AdapterFollower
+from deployments.router import AdapterRouter
+from lora_core.errors import ConfigError, EngineDead, RequestTimeout
+from lora_core.messages import Residency
+from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
+
+
+class Engine:
+    """Does what it is told, keeps a record, and refuses paths that say so."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+        self.loaded: dict[str, int | None] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.dead = False
+
+    async def apply(self, request: LoRARequest) -> LoRAResponse:
+        await self.gate.wait()
+        if self.dead:
+            raise EngineDead("gone")
+        self.done.append((request.operation.value, request.lora_name))
+        if request.operation is LoRAOperation.UNLOAD:
+            if self.loaded.pop(request.lora_name, None) is None:
+                return LoRAResponse(LoRAStatus.UNLOAD_NAME_NONEXISTENT, "unknown")
+            return LoRAResponse(LoRAStatus.SUCCESS, "unloaded")
+        if request.lora_path is not None and "bad" in request.lora_path:
+            return LoRAResponse(LoRAStatus.LOAD_INVALID_ADAPTER, "its files are bad")
+        self.loaded[request.lora_name] = request.generation
+        return LoRAResponse(LoRAStatus.SUCCESS, "loaded")
+
+
+class Line:
+    """The way to a router: it can be cut, for all calls or the next of one kind, and lead to another router."""
+
+    def __init__(self, router: AdapterRouter) -> None:
+        self.router = router
+        self.cut = False
+        self.fail_next: set[str] = set()
+        self.calls: list[str] = []
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        self.calls.append(method)
+        if self.cut or method in self.fail_next:
+            self.fail_next.discard(method)
+            raise ConnectionError(f"{method}: the line is cut")
+        return await getattr(self.router, method)(*args)
+
+    async def register(self, replica_id: str, holding: Mapping[str, int] | None = None) -> Registration:
+        registration: Registration = await self._call("register", replica_id, holding)
+        return registration
+
+    async def heartbeat(self, replica_id: str) -> None:
+        await self._call("heartbeat", replica_id)
+
+    async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]:
+        changes: list[Change] = await self._call("wait_changes", replica_id, since_epoch, timeout_s)
+        return changes
+
+    async def acknowledge(self, replica_id: str, epoch: int, results: Mapping[str, LoRAResponse]) -> None:
+        await self._call("acknowledge", replica_id, epoch, results)
+
+    async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None:
+        await self._call("report_residency", replica_id, residency, num_slots)
+
+
+class Fleet:
+    """A router, a line to it, one engine and its follower."""
+
+    def __init__(self, journal: Path) -> None:
+        self.settings: dict[str, Any] = {
+            "base_name": "base",
+            "journal": journal,
+            "lease_s": 0.6,
+            "change_timeout_s": 5.0,
+        }
+        self.router = AdapterRouter(self.settings)
+        self.line = Line(self.router)
+        self.engine = Engine()
+        self.follower = AdapterFollower(self.line, self.engine.apply, "replica-1", num_slots=4)
+
+    async def restart_router(self) -> None:
+        await self.router.close()
+        self.router = self.line.router = AdapterRouter(self.settings)
+
+    async def join(self) -> None:
+        await self.follower.join()
+        self.follower.start()
+
+    async def close(self) -> None:
+        await self.follower.close()
+        await self.router.close()
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path / "journal.sqlite")
+    yield fleet
+    await fleet.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(poll(), timeout_s)
+
+
+async def test_changes_are_applied_and_acknowledged(fleet: Fleet) -> None:
+    await fleet.join()
+    first = await fleet.router.load("a", "/a")
+    assert first.status is LoRAStatus.SUCCESS, first.message
+    assert fleet.engine.loaded == {"a": first.epoch}
+    await fleet.router.load("b", "/b")
+    assert (await fleet.router.unload("a")).status is LoRAStatus.SUCCESS
+    assert fleet.engine.done == [("load", "a"), ("load", "b"), ("unload", "a")]
+
+
+async def test_a_late_replica_has_everything_before_it_serves(fleet: Fleet) -> None:
+    await fleet.join()
+    epochs = [(await fleet.router.load(name, f"/{name}")).epoch for name in "abc"]
+    late = Engine()
+    follower = AdapterFollower(fleet.line, late.apply, "replica-2", num_slots=4)
+    await follower.join()
+    assert late.loaded == dict(zip("abc", epochs, strict=True))
+    assert follower.epoch == fleet.follower.epoch
+    await follower.close()
+
+
+async def test_a_refused_adapter_is_reported_and_not_fatal(fleet: Fleet) -> None:
+    await fleet.join()
+    outcome = await fleet.router.load("broken", "/bad")
+    assert outcome.status is LoRAStatus.LOAD_INVALID_ADAPTER
+    assert "its files are bad" in outcome.message
+    assert (await fleet.router.load("fine", "/fine")).status is LoRAStatus.SUCCESS
+
+
+async def test_a_refused_adapter_of_the_configuration_is_fatal_and_named(fleet: Fleet) -> None:
+    fleet.settings["lora_paths"] = ["fine=/fine", "wrong=/bad"]
+    await fleet.restart_router()
+    with pytest.raises(ConfigError, match="'wrong'.*its files are bad"):
+        await fleet.follower.join()
+
+
+async def test_a_router_that_lost_everything_but_its_journal_is_joined_again(fleet: Fleet) -> None:
+    await fleet.join()
+    await fleet.router.load("a", "/a")
+    await fleet.restart_router()
+    outcome = await fleet.router.load("b", "/b")
+    assert outcome.status is LoRAStatus.SUCCESS, outcome.message
+    # Nothing was loaded twice.
+    assert fleet.engine.done == [("load", "a"), ("load", "b")]
+
+
+async def test_what_a_router_no_longer_knows_is_unloaded(fleet: Fleet, tmp_path: Path) -> None:
+    await fleet.join()
+    await fleet.router.load("a", "/a")
+    await fleet.router.load("b", "/b")
+    fleet.settings["journal"] = tmp_path / "another.sqlite"
+    await fleet.restart_router()
+    outcome = await fleet.router.load("c", "/c")
+    assert outcome.status is LoRAStatus.SUCCESS, outcome.message
+    assert list(fleet.engine.loaded) == ["c"]
+
+
+async def test_a_cut_line_is_tried_again_until_it_works(fleet: Fleet) -> None:
+    await fleet.join()
+    fleet.line.cut = True
+    load = asyncio.create_task(fleet.router.load("a", "/a"))
+    # The long poll under way still brings the change; its acknowledgement does not get through.
+    await until(lambda: fleet.engine.done == [("load", "a")])
+    await asyncio.sleep(0.1)
+    assert not load.done()
+    fleet.line.cut = False
+    assert (await load).status is LoRAStatus.SUCCESS
+    assert fleet.engine.done == [("load", "a")]
+
+
+@pytest.mark.parametrize("method", ["acknowledge", "wait_changes"])
+async def test_one_lost_call_loses_nothing(fleet: Fleet, method: str) -> None:
+    await fleet.join()
+    fleet.line.fail_next = {method}
+    outcomes = [await fleet.router.load(name, f"/{name}") for name in "ab"]
+    assert [outcome.status for outcome in outcomes] == [LoRAStatus.SUCCESS] * 2
+    assert fleet.engine.done == [("load", "a"), ("load", "b")]
+    assert not fleet.line.fail_next
+
+
+async def test_a_long_load_does_not_cost_the_lease(fleet: Fleet) -> None:
+    await fleet.join()
+    fleet.engine.gate.clear()
+    load = asyncio.create_task(fleet.router.load("a", "/a"))
+    # More than two leases.
+    await asyncio.sleep(1.5)
+    assert list((await fleet.router.table()).replicas) == ["replica-1"]
+    fleet.engine.gate.set()
+    assert (await load).status is LoRAStatus.SUCCESS
+    assert fleet.line.calls.count("register") == 1
+
+
+async def test_a_dead_engine_says_nothing_of_an_adapter(fleet: Fleet) -> None:
+    await fleet.join()
+    fleet.engine.dead = True
+    load = asyncio.create_task(fleet.router.load("a", "/a"))
+    await asyncio.sleep(0.3)
+    assert not load.done()
+    fleet.engine.dead = False
+    assert (await load).status is LoRAStatus.SUCCESS
+
+
+async def test_a_request_waits_for_the_change_it_needs(fleet: Fleet) -> None:
+    await fleet.join()
+    await fleet.follower.wait_for(0, 0)
+    fleet.engine.gate.clear()
+    load = asyncio.create_task(fleet.router.load("a", "/a"))
+    needed = fleet.follower.epoch + 1
+    with pytest.raises(RequestTimeout, match=f"epoch {needed}"):
+        await fleet.follower.wait_for(needed, 0.05)
+    waiting = asyncio.create_task(fleet.follower.wait_for(needed, 5))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    fleet.engine.gate.set()
+    await waiting
+    await load
+
+
+async def test_residency_is_reported_and_repeated_to_a_new_router(fleet: Fleet) -> None:
+    await fleet.join()
+    outcome = await fleet.router.load("a", "/a")
+    held = AdapterRef("a", outcome.epoch)
+    fleet.follower.report(Residency(1, [], [held]))
+    fleet.follower.report(Residency(2, [held], [held]))
+
+    async def resident() -> set[str]:
+        replicas = (await fleet.router.table()).replicas
+        return set(replicas["replica-1"].resident) if "replica-1" in replicas else set()
+
+    for restart in (False, True):
+        if restart:
+            await fleet.restart_router()
+        for _ in range(500):
+            if await resident() == {"a"}:
+                break
+            await asyncio.sleep(0.01)
+        assert await resident() == {"a"}
+
+
+async def test_a_forgotten_replica_registers_again_by_itself(fleet: Fleet) -> None:
+    await fleet.join()
+    await fleet.restart_router()
+    await until(lambda: fleet.line.calls.count("register") == 2)
+    await fleet.router.heartbeat("replica-1")
+    with pytest.raises(ReplicaUnknown):
+        await fleet.router.heartbeat("replica-2")

@@ -1,0 +1,158 @@
+"""Request bodies: what is read, what is refused and under which name; and the objects that answer."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from deployments.generation import GenerateChunk
+from deployments.http_api import events
+from deployments.ingress import parse_body
+from deployments.openai_api import Answer, ChatCompletionRequest, CompletionRequest
+from lora_core.errors import EngineDead, InvalidRequest
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def test_chat_fields_reach_the_engine() -> None:
+    body = {
+        **CHAT, "temperature": 0, "top_p": 0.5, "top_k": -1, "seed": 7, "stop": "x", "max_completion_tokens": 9,
+        "stop_token_ids": [3], "user": "u", "n": 1, "logprobs": False, "presence_penalty": 0.0,
+    }  # fmt: skip
+    request = parse_body(body)
+    assert isinstance(request, ChatCompletionRequest)
+    call = request.call("id", "pirate", 4)
+    assert (call.lora_name, call.epoch, call.max_tokens, call.stop) == ("pirate", 4, 9, ("x",))
+    sampling = call.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0, 0.5, 0, 7)
+    assert sampling.stop_token_ids == (3,)
+    assert call.messages == [{"role": "user", "content": "hi"}]
+
+
+def test_defaults() -> None:
+    chat, text = parse_body(CHAT).call("id", None, 0), parse_body(TEXT).call("id", None, 0)
+    assert (chat.max_tokens, text.max_tokens) == (None, 16)
+    assert chat.sampling.temperature == 1.0
+
+
+def test_message_forms() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = parse_body({"model": "m", "messages": [{"role": "developer", "content": parts}]})
+    assert request.call("id", None, 0).messages == [{"role": "system", "content": "ab"}]
+
+
+def test_prompt_may_be_token_ids() -> None:
+    call = parse_body({"model": "m", "prompt": [1, 2]}).call("id", None, 0)
+    assert (call.prompt, call.prompt_token_ids) == (None, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"model": ""}, "model"),
+        ({"model": 3}, "model"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"n": 2}, "n is not supported"),
+        ({"logprobs": True}, "logprobs is not supported"),
+        ({"logit_bias": {"1": 2}}, "logit_bias is not supported"),
+        ({"tools": [{}]}, "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"temprature": 1}, "temprature"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "pirate", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"messages": "hi"}, "messages"),
+    ],
+)
+def test_wrong_fields_are_named(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body({**CHAT, **change})
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1], [1.5], ["a"], None, 3])
+def test_wrong_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        parse_body({"model": "m", "prompt": prompt})
+
+
+def pieces() -> list[GenerateChunk]:
+    return [
+        GenerateChunk(text="Ar", token_ids=[5], prompt_tokens=3, completion_tokens=1),
+        GenerateChunk(text="r!", token_ids=[6, 2], finish_reason="stop", prompt_tokens=3, completion_tokens=3),
+    ]
+
+
+async def stream() -> AsyncGenerator[GenerateChunk, None]:
+    for piece in pieces():
+        yield piece
+
+
+async def broken_stream() -> AsyncGenerator[GenerateChunk, None]:
+    yield pieces()[0]
+    raise EngineDead("the replica is gone")
+
+
+def test_whole_answer() -> None:
+    answer = Answer(ChatCompletionRequest.model_validate({**CHAT, "return_token_ids": True})).whole(pieces())
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Arr!"}
+    assert answer["choices"][0]["token_ids"] == [5, 6, 2]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+
+
+async def test_streamed_chunks_with_usage() -> None:
+    request = parse_body({**CHAT, "stream": True, "stream_options": {"include_usage": True}})
+    chunks = [chunk async for chunk in Answer(request).chunks(stream())]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == "Arr!"
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 3
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+async def test_events_end_with_done_only_when_complete() -> None:
+    request = CompletionRequest.model_validate({**TEXT, "stream": True})
+    pieces_left = stream()
+    written = [event async for event in events(request, await anext(pieces_left), pieces_left)]
+    assert written[-1] == "data: [DONE]\n\n"
+    pieces_left = broken_stream()
+    written = [event async for event in events(request, await anext(pieces_left), pieces_left)]
+    assert '"error"' in written[-1]
+    assert "the replica is gone" in written[-1]
+    assert not any("[DONE]" in event for event in written)
+
+
+async def test_a_client_that_leaves_closes_the_stream_below() -> None:
+    closed = []
+
+    async def watched() -> AsyncGenerator[GenerateChunk, None]:
+        try:
+            while True:
+                yield pieces()[0]
+        finally:
+            closed.append(True)
+
+    request = CompletionRequest.model_validate({**TEXT, "stream": True})
+    below = watched()
+    above = events(request, await anext(below), below)
+    await anext(above)
+    await above.aclose()  # type: ignore[attr-defined]
+    assert closed

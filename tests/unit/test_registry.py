@@ -1,0 +1,285 @@
+"""The desired adapters and their journal."""
+
+import logging
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster import registry as registry_module
+from cluster.registry import AdapterRegistry, Change
+from lora_core.errors import AdapterNameTaken, AdapterNotFound, ConfigError, LoRAFleetError
+from lora_core.types import LoRAOperation
+
+
+def loaded(registry: AdapterRegistry, name: str, path: str) -> int:
+    """Load an adapter to the end; returns its generation."""
+    change = registry.begin_load(name, path)
+    assert change is not None
+    return registry.commit_load(name).generation
+
+
+def brief(changes: list[Change] | None) -> list[tuple[str, str, int | None]]:
+    """What the changes do: operation, name, generation."""
+    assert changes is not None
+    return [(change.request.operation.value, change.request.lora_name, change.request.generation) for change in changes]
+
+
+def test_a_load_is_listed_only_once_committed() -> None:
+    registry = AdapterRegistry()
+    change = registry.begin_load("a", "/a")
+    assert change is not None
+    assert (change.request.operation, change.request.lora_path) == (LoRAOperation.LOAD, "/a")
+    assert change.request.generation == change.epoch == registry.epoch
+    assert registry.ready() == {}
+    entry = registry.commit_load("a")
+    assert registry.ready() == {"a": entry}
+    assert (entry.generation, entry.epoch, entry.static) == (change.epoch, change.epoch, False)
+
+
+def test_the_same_load_again_changes_nothing() -> None:
+    registry = AdapterRegistry()
+    loaded(registry, "a", "/a")
+    before = registry.epoch
+    assert registry.begin_load("a", "/a") is None
+    assert registry.epoch == before
+
+
+@pytest.mark.parametrize("state", ["loading", "ready", "unloading"])
+def test_a_name_in_use_is_refused_for_other_weights(state: str) -> None:
+    registry = AdapterRegistry()
+    registry.begin_load("a", "/a")
+    if state != "loading":
+        registry.commit_load("a")
+    if state == "unloading":
+        registry.begin_unload("a")
+    with pytest.raises(AdapterNameTaken, match=r"'a'.*'/a'.*'/b'"):
+        registry.begin_load("a", "/b")
+
+
+def test_an_unloading_adapter_is_unlisted_at_once_and_its_name_free_at_the_end() -> None:
+    registry = AdapterRegistry()
+    generation = loaded(registry, "a", "/a")
+    change = registry.begin_unload("a")
+    assert brief([change]) == [("unload", "a", generation)]
+    assert registry.ready() == {}
+    with pytest.raises(AdapterNotFound):
+        registry.begin_unload("a")
+    registry.finish_unload("a")
+    assert loaded(registry, "a", "/b") > generation
+
+
+def test_a_rollback_frees_the_name_at_once() -> None:
+    registry = AdapterRegistry()
+    registry.begin_load("a", "/a")
+    registry.rollback_load("a")
+    assert registry.begin_load("a", "/b") is not None
+
+
+def test_unknown_names_cannot_be_unloaded() -> None:
+    registry = AdapterRegistry()
+    loaded(registry, "known", "/k")
+    with pytest.raises(AdapterNotFound, match=r"'ghost'.*known"):
+        registry.begin_unload("ghost")
+
+
+def test_changes_are_given_in_order_from_any_epoch() -> None:
+    registry = AdapterRegistry()
+    start = registry.epoch
+    first = loaded(registry, "a", "/a")
+    second = loaded(registry, "b", "/b")
+    registry.begin_unload("a")
+    everything = [("load", "a", first), ("load", "b", second), ("unload", "a", first)]
+    assert brief(registry.changes_since(start)) == everything
+    assert brief(registry.changes_since(first)) == everything[1:]
+    assert registry.changes_since(registry.epoch) == []
+    assert registry.changes_since(start - 1) is None, "from before this registry's memory"
+    assert registry.changes_since(registry.epoch + 1) is None, "from a future it has not had"
+
+
+def test_old_changes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_CHANGES_KEPT", 10)
+    registry = AdapterRegistry()
+    start = registry.epoch
+    for _ in range(20):
+        loaded(registry, "a", "/a")
+        registry.begin_unload("a")
+        registry.finish_unload("a")
+    assert registry.changes_since(start) is None
+    assert registry.changes_since(registry.epoch - 3) == (registry.changes_since(registry.epoch - 4) or [])[1:]
+
+
+def test_catching_up_unloads_before_it_loads() -> None:
+    registry = AdapterRegistry()
+    kept = loaded(registry, "kept", "/k")
+    old = loaded(registry, "again", "/old")
+    registry.begin_unload("again")
+    registry.finish_unload("again")
+    new = loaded(registry, "again", "/new")
+    registry.begin_load("coming", "/c")
+    loaded(registry, "going", "/g")
+    registry.begin_unload("going")
+    changes = registry.catch_up({"kept": kept, "again": old, "stranger": 7})
+    assert brief(changes) == [
+        ("unload", "again", old),
+        ("unload", "stranger", 7),
+        ("load", "again", new),
+        ("load", "coming", registry.entries["coming"].generation),
+    ]
+    assert [change.epoch for change in changes] == sorted(change.epoch for change in changes)
+    assert [name for _, name, _ in brief(registry.catch_up({}))] == ["kept", "again", "coming"]
+
+
+def test_ready_adapters_survive_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "journal.sqlite"
+    first = AdapterRegistry(path)
+    generation = loaded(first, "a", "/a")
+    loaded(first, "b", "/b")
+    first.begin_unload("b")
+    epoch = first.epoch
+    # No close: a router that is killed does not close its journal.
+    second = AdapterRegistry(path)
+    assert second.epoch == epoch
+    assert second.ready() == first.ready()
+    assert second.ready()["a"].generation == generation
+    assert second.begin_load("b", "/elsewhere") is not None, "an adapter found unloading is gone"
+
+
+def test_an_interrupted_load_is_dropped_and_replicas_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal.sqlite"
+    first = AdapterRegistry(path)
+    change = first.begin_load("half", "/h")
+    assert change is not None
+    second = AdapterRegistry(path)
+    assert second.entries == {}
+    assert "half" in caplog.text
+    assert brief(second.catch_up({"half": change.epoch})) == [("unload", "half", change.epoch)]
+    retry = second.begin_load("half", "/h")
+    assert retry is not None
+    assert retry.epoch > change.epoch
+
+
+def test_generations_are_not_reused_by_a_new_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    first = AdapterRegistry(path)
+    generation = loaded(first, "a", "/a")
+    first.close()
+    for file in tmp_path.iterdir():
+        file.unlink()
+    time.sleep(0.005)  # A new process takes longer to start.
+    second = AdapterRegistry(path)
+    assert loaded(second, "a", "/b") > generation
+    assert loaded(AdapterRegistry(), "a", "/c") > generation
+
+
+def test_static_adapters_are_ready_from_the_start() -> None:
+    registry = AdapterRegistry(static={"a": "/a"})
+    assert registry.ready()["a"].static
+    (change,) = registry.catch_up({})
+    assert change.static
+
+
+def test_the_configuration_is_merged_into_the_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal.sqlite"
+    first = AdapterRegistry(path, static={"same": "/s", "dropped": "/d", "moved": "/old"}, run="1")
+    loaded(first, "dynamic", "/x")
+    loaded(first, "claimed", "/theirs")
+    with caplog.at_level(logging.WARNING):
+        second = AdapterRegistry(path, static={"same": "/s", "moved": "/new", "claimed": "/ours"}, run="2")
+    ready = second.ready()
+    assert {name: entry.path for name, entry in ready.items()} == {
+        "same": "/s",
+        "moved": "/new",
+        "claimed": "/ours",
+        "dynamic": "/x",
+    }
+    assert ready["same"] == first.ready()["same"], "same name and path: nothing for replicas to do"
+    assert ready["moved"].generation > first.epoch
+    assert "'/new'" in caplog.text
+    assert "'/old'" in caplog.text
+    assert "dropped" in caplog.text
+
+
+def test_a_static_adapter_unloaded_at_run_time_stays_away_until_the_next_run(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    registry = AdapterRegistry(path, static={"a": "/a"}, run="1")
+    registry.begin_unload("a")
+    registry.finish_unload("a")
+    assert AdapterRegistry(path, static={"a": "/a"}, run="1").ready() == {}, "the router only restarted"
+    assert "a" in AdapterRegistry(path, static={"a": "/a"}, run="2").ready(), "the server was started anew"
+
+
+def test_the_last_to_open_a_journal_owns_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    old = AdapterRegistry(path)
+    new = AdapterRegistry(path)
+    with pytest.raises(LoRAFleetError, match="replaced"):
+        old.begin_load("a", "/a")
+    assert old.entries == {}, "what could not be written did not happen"
+    assert old.changes_since(old.epoch) == []
+    assert loaded(new, "a", "/a") > old.epoch
+
+
+@pytest.mark.parametrize("content", [b"not a database, but long enough to be read as one" * 9, None])
+def test_an_unusable_journal_is_refused_with_the_setting(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"journal\.sqlite.*`router\.journal`"):
+        AdapterRegistry(path)
+
+
+def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(ConfigError, match="format 99"):
+        AdapterRegistry(path)
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["load", "refused", "unload", "crash"]), st.sampled_from("abc"), st.sampled_from("xy")),
+    max_size=25,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(operations=OPERATIONS)
+def test_a_replica_that_catches_up_after_any_history_holds_what_is_desired(
+    operations: list[tuple[str, str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Any mix of loads, refused loads, unloads and router crashes, seen by a replica that listens now and then."""
+    path = tmp_path_factory.mktemp("history") / "journal.sqlite"
+    registry, holding, generations = AdapterRegistry(path), dict[str, int](), list[int]()
+    for position, (operation, name, source) in enumerate(operations):
+        try:
+            if operation in ("load", "refused") and registry.begin_load(name, source) is not None:
+                generations.append(registry.epoch)
+                registry.commit_load(name) if operation == "load" else registry.rollback_load(name)
+            elif operation == "unload":
+                registry.begin_unload(name)
+                registry.finish_unload(name)
+            elif operation == "crash":
+                registry = AdapterRegistry(path)
+        except (AdapterNameTaken, AdapterNotFound):
+            pass
+        if position % 3 == 0:
+            apply(registry.catch_up(holding), holding)
+    apply(registry.catch_up(holding), holding)
+    assert holding == {name: entry.generation for name, entry in registry.ready().items()}
+    assert generations == sorted(set(generations)), "a generation is given once"
+
+
+def apply(changes: list[Change], holding: dict[str, int]) -> None:
+    """What a replica does: an adapter must be unloaded before its name can be loaded again."""
+    for change in changes:
+        name, generation = change.request.lora_name, change.request.generation
+        assert generation is not None
+        if change.request.operation is LoRAOperation.LOAD:
+            assert name not in holding
+            holding[name] = generation
+        else:
+            assert holding.pop(name) == generation

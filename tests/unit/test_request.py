@@ -1,0 +1,105 @@
+"""What a request must be to enter the engine, and when its answer ends."""
+
+import pytest
+
+from lora_core.engine.request import Limits, Request, ScheduledBatch, ScheduledRow, check
+from lora_core.errors import InvalidRequest
+from lora_core.messages import GenerateRequest, SamplingParams
+from lora_core.types import AdapterRef
+
+LIMITS = Limits(max_model_len=64, kv_cache_tokens=32, vocab_size=100)
+EOS = frozenset({2})
+
+
+def make_request(output: list[int], **sampling: object) -> Request:
+    return Request(
+        request_id="r",
+        token_ids=[5, 6, 7, *output],
+        num_prompt_tokens=3,
+        arrival=0,
+        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+    )
+
+
+def test_a_request_at_every_limit_is_accepted() -> None:
+    sampling = SamplingParams(
+        max_tokens=28, temperature=0.0, top_p=1.0, top_k=0, seed=2**64 - 1, stop_token_ids=(0, 99)
+    )
+    check(GenerateRequest("r", [0, 99, 1, 2], sampling), LIMITS)
+    check(GenerateRequest("r", [1], SamplingParams(max_tokens=1, seed=-(2**63), top_p=1e-6, top_k=10**6)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "words"),
+    [
+        ([], {}, ["prompt is empty"]),
+        ([1, 100], {}, ["prompt token id 100", "0 to 99"]),
+        ([-1], {}, ["prompt token id -1", "0 to 99"]),
+        ([1], {"max_tokens": 0}, ["max_tokens is 0", "at least 1"]),
+        ([1], {"max_tokens": -3}, ["max_tokens is -3"]),
+        ([1], {"temperature": -0.1}, ["temperature is -0.1"]),
+        ([1], {"temperature": float("nan")}, ["temperature is nan"]),
+        ([1], {"temperature": float("inf")}, ["temperature is inf"]),
+        ([1], {"top_p": 0.0}, ["top_p is 0.0", "at most 1"]),
+        ([1], {"top_p": 1.01}, ["top_p is 1.01"]),
+        ([1], {"top_p": float("nan")}, ["top_p is nan"]),
+        ([1], {"top_k": -1}, ["top_k is -1", "at least 0"]),
+        ([1], {"seed": 2**64}, [f"seed is {2**64}"]),
+        ([1], {"stop_token_ids": (3, 100)}, ["stop_token_ids entry 100", "0 to 99"]),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_what_was_found(
+    prompt: list[int], sampling: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(GenerateRequest("r", prompt, SamplingParams(**sampling)), LIMITS)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limits", "setting"),
+    [
+        (Limits(max_model_len=32, kv_cache_tokens=64, vocab_size=100), "max_model_len"),
+        (Limits(max_model_len=64, kv_cache_tokens=32, vocab_size=100), "kv_cache_tokens"),
+    ],
+)
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers(limits: Limits, setting: str) -> None:
+    check(GenerateRequest("r", [1] * 12, SamplingParams(max_tokens=20)), limits)
+    with pytest.raises(InvalidRequest) as caught:
+        check(GenerateRequest("r", [1] * 12, SamplingParams(max_tokens=21)), limits)
+    for word in ("12 tokens", "max_tokens 21", "33", "holds 32", setting):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("output", "sampling", "reason"),
+    [
+        ([9], {"max_tokens": 3}, None),
+        ([9, 9, 9], {"max_tokens": 3}, "length"),
+        ([9, 2], {"max_tokens": 3}, "stop"),
+        ([9, 9, 2], {"max_tokens": 3}, "stop"),
+        ([2], {"max_tokens": 3, "ignore_eos": True}, None),
+        ([9, 9, 2], {"max_tokens": 3, "ignore_eos": True}, "length"),
+        ([9, 4], {"max_tokens": 3, "stop_token_ids": (4,)}, "stop"),
+        ([4], {"max_tokens": 3, "stop_token_ids": (4,), "ignore_eos": True}, "stop"),
+        ([2], {"max_tokens": 3, "stop_token_ids": (2,), "ignore_eos": True}, "stop"),
+        ([4, 9], {"max_tokens": 3, "stop_token_ids": (4,)}, None),
+    ],
+)
+def test_an_answer_ends_by_its_last_token_or_its_length(
+    output: list[int], sampling: dict[str, object], reason: str | None
+) -> None:
+    assert make_request(output, **sampling).finish_reason(EOS) == reason
+
+
+def test_a_row_samples_when_it_reaches_the_last_known_token() -> None:
+    request = make_request([9], max_tokens=3)
+    request.adapter = AdapterRef("a", 7)
+    request.num_computed = 1
+    assert request.num_uncomputed == 3
+    assert request.num_tokens_left == 5
+    assert not ScheduledRow(request, 2).samples
+    assert ScheduledRow(request, 3).samples
+    assert ScheduledRow(request, 3).adapter == AdapterRef("a", 7)
+    assert ScheduledBatch([ScheduledRow(request, 3), ScheduledRow(request, 2)]).num_tokens == 5

@@ -1,0 +1,537 @@
+"""`AdapterRouter` as a plain object, with replicas that are asyncio tasks."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.fleet import LoadOutcome, Registration, ReplicaUnknown
+from cluster.registry import Change
+from deployments.router import AdapterRouter
+from lora_core.errors import ConfigError
+from lora_core.messages import Residency
+from lora_core.types import AdapterRef, LoRAOperation, LoRAResponse, LoRAStatus
+
+Refusal = Callable[[Change], LoRAResponse | None]
+
+
+def make_router(**settings: Any) -> AdapterRouter:
+    return AdapterRouter({"base_name": "base", "lease_s": 0.5, "change_timeout_s": 5.0, **settings})
+
+
+class Replica:
+    """Follows the router as a replica does; its adapters are a dict."""
+
+    def __init__(self, router: AdapterRouter, name: str, refuse: Refusal = lambda _: None, delay_s: float = 0) -> None:
+        self.router, self.name, self.refuse, self.delay_s = router, name, refuse, delay_s
+        self.holding: dict[str, int] = {}
+        self.paths: dict[str, str | None] = {}
+        self.applied: list[Change] = []
+        self.epoch = 0
+        self.registration: Registration | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> "Replica":
+        self.registration = await self.router.register(self.name, self.holding)
+        results = {change.request.lora_name: await self.apply(change) for change in self.registration.changes}
+        self.epoch = self.registration.epoch
+        await self.router.acknowledge(self.name, self.epoch, results)
+        self._task = asyncio.create_task(self.follow())
+        return self
+
+    async def follow(self) -> None:
+        while True:
+            for change in await self.router.wait_changes(self.name, self.epoch, 0.1):
+                response = await self.apply(change)
+                self.epoch = change.epoch
+                await self.router.acknowledge(self.name, change.epoch, {change.request.lora_name: response})
+
+    async def apply(self, change: Change) -> LoRAResponse:
+        await asyncio.sleep(self.delay_s)
+        self.applied.append(change)
+        name, generation = change.request.lora_name, change.request.generation
+        assert generation is not None
+        refusal = self.refuse(change)
+        if refusal is not None:
+            return refusal
+        if change.request.operation is LoRAOperation.LOAD:
+            assert name not in self.holding, "loaded over another generation"
+            self.holding[name], self.paths[name] = generation, change.request.lora_path
+        elif self.holding.pop(name, None) is None:
+            return LoRAResponse(LoRAStatus.UNLOAD_NAME_NONEXISTENT, "not here")
+        return LoRAResponse(LoRAStatus.SUCCESS, "done")
+
+    async def stop(self) -> None:
+        """Vanish as a killed process does, without a word."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def fleet(router: AdapterRouter, *replicas: Replica) -> AsyncIterator[list[Replica]]:
+    for replica in replicas:
+        await replica.start()
+    yield list(replicas)
+    for replica in replicas:
+        await replica.stop()
+    await router.close()
+
+
+def refuse_all(status: LoRAStatus, message: str) -> Refusal:
+    def refuse(change: Change) -> LoRAResponse | None:
+        return LoRAResponse(status, message) if change.request.operation is LoRAOperation.LOAD else None
+
+    return refuse
+
+
+async def settled(condition: Callable[[], bool], timeout_s: float = 3) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+async def names(router: AdapterRouter) -> set[str]:
+    return set((await router.table()).adapters)
+
+
+async def test_a_load_reaches_every_replica_before_it_is_answered() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0"), Replica(router, "r1", delay_s=0.1)) as replicas:
+        outcome = await router.load("a", "/a")
+        assert outcome.status is LoRAStatus.SUCCESS
+        assert outcome.per_replica == {"r0": "success: done", "r1": "success: done"}
+        (entry,) = (await router.table()).adapters.values()
+        assert outcome.epoch == entry.epoch == entry.generation
+        assert [replica.holding for replica in replicas] == [{"a": entry.generation}] * 2
+
+
+async def test_an_adapter_is_not_listed_while_it_is_loading() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0", delay_s=0.1)):
+        load = asyncio.create_task(router.load("a", "/a"))
+        await asyncio.sleep(0.05)
+        assert await names(router) == set()
+        await load
+        assert await names(router) == {"a"}
+
+
+async def test_twenty_parallel_loads_of_one_adapter_are_one_load() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0", delay_s=0.05)) as (replica,):
+        outcomes = await asyncio.gather(*(router.load("a", "/a") for _ in range(20)))
+        assert {outcome.status for outcome in outcomes} == {LoRAStatus.SUCCESS}
+        assert len({outcome.epoch for outcome in outcomes}) == 1
+        assert len(replica.applied) == 1
+        again = await router.load("a", "/a")
+        assert (again.status, again.epoch) == (LoRAStatus.SUCCESS, outcomes[0].epoch)
+        assert len(replica.applied) == 1
+
+
+async def test_of_two_loads_with_different_weights_exactly_one_wins_everywhere() -> None:
+    router = make_router()
+    async with fleet(router, *(Replica(router, f"r{i}", delay_s=0.02 * i) for i in range(3))) as replicas:
+        outcomes = await asyncio.gather(router.load("a", "/one"), router.load("a", "/two"), router.load("a", "/one"))
+        assert [outcome.status for outcome in outcomes] == [
+            LoRAStatus.SUCCESS,
+            LoRAStatus.LOAD_NAME_EXISTS,
+            LoRAStatus.SUCCESS,
+        ]
+        assert {replica.paths["a"] for replica in replicas} == {"/one"}
+        later = await router.load("a", "/two")
+        assert later.status is LoRAStatus.LOAD_NAME_EXISTS
+        assert "/one" in later.message
+        assert "/two" in later.message
+
+
+async def test_one_refusal_undoes_the_load_everywhere_and_frees_the_name() -> None:
+    router = make_router()
+    refuse = refuse_all(LoRAStatus.LOAD_INVALID_ADAPTER, "rank 64 is above 16")
+    async with fleet(router, Replica(router, "r0"), Replica(router, "r1", refuse)) as (good, bad):
+        outcome = await router.load("a", "/a")
+        assert outcome.status is LoRAStatus.LOAD_INVALID_ADAPTER
+        assert "rank 64 is above 16" in outcome.message
+        assert outcome.per_replica["r0"] == "success: done"
+        assert await names(router) == set()
+        bad.refuse = lambda _: None
+        retry = await router.load("a", "/better")
+        assert retry.status is LoRAStatus.SUCCESS
+        assert good.paths == bad.paths == {"a": "/better"}
+        assert [change.request.operation.value for change in good.applied] == ["load", "unload", "load"]
+
+
+async def test_a_refusal_by_all_is_given_in_their_own_words() -> None:
+    router = make_router()
+    refuse = refuse_all(LoRAStatus.LOAD_INVALID_PATH, "nothing at /nowhere")
+    async with fleet(router, Replica(router, "r0", refuse), Replica(router, "r1", refuse)):
+        outcome = await router.load("a", "/nowhere")
+        assert (outcome.status, outcome.message) == (LoRAStatus.LOAD_INVALID_PATH, "nothing at /nowhere")
+
+
+async def test_two_parallel_unloads_are_one_success_and_one_not_found() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0", delay_s=0.05)) as (replica,):
+        await router.load("a", "/a")
+        outcomes = await asyncio.gather(router.unload("a"), router.unload("a"))
+        assert [outcome.status for outcome in outcomes] == [LoRAStatus.SUCCESS, LoRAStatus.UNLOAD_NAME_NONEXISTENT]
+        assert replica.holding == {}
+
+
+async def test_an_unloading_adapter_is_unlisted_before_the_replicas_have_dropped_it() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")) as (replica,):
+        await router.load("a", "/a")
+        replica.delay_s = 0.2
+        unload = asyncio.create_task(router.unload("a"))
+        await asyncio.sleep(0.05)
+        assert await names(router) == set()
+        assert "a" in replica.holding
+        assert (await unload).status is LoRAStatus.SUCCESS
+        assert replica.holding == {}
+
+
+async def test_unloading_an_unknown_name_says_which_are_known() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")):
+        await router.load("known", "/k")
+        outcome = await router.unload("ghost")
+        assert outcome.status is LoRAStatus.UNLOAD_NAME_NONEXISTENT
+        assert "known" in outcome.message
+
+
+async def test_a_name_can_be_used_again_for_other_weights() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0", delay_s=0.02)) as (replica,):
+        first = await router.load("a", "/x")
+        unload, second = await asyncio.gather(router.unload("a"), router.load("a", "/y"))
+        # Asked for at once, in this order: the load waits for the unload.
+        assert (unload.status, second.status) == (LoRAStatus.SUCCESS, LoRAStatus.SUCCESS)
+        assert second.epoch > first.epoch
+        assert replica.paths == {"a": "/y"}
+        assert replica.holding == {"a": second.epoch}
+
+
+async def test_five_hundred_cycles_leave_nothing_behind() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")) as (replica,):
+        for i in range(250):
+            assert (await router.load(f"a{i % 7}", f"/{i}")).status is LoRAStatus.SUCCESS
+            assert (await router.unload(f"a{i % 7}")).status is LoRAStatus.SUCCESS
+        assert replica.holding == {}
+        (member,) = router._members.live
+        assert (member.words, dict(router._locks), router._loads, router._tasks) == ({}, {}, {}, set())
+
+
+async def test_without_replicas_a_load_fails_and_registers_nothing() -> None:
+    router = make_router(lease_s=0.1)
+    outcome = await router.load("a", "/a")
+    assert outcome.status is LoRAStatus.LOAD_ERROR
+    assert "no replica is running" in outcome.message
+    async with fleet(router, Replica(router, "r0")) as (replica,):
+        assert replica.applied == []
+        assert (await router.load("a", "/other")).status is LoRAStatus.SUCCESS
+
+
+async def test_just_after_a_start_a_load_waits_for_the_first_replica() -> None:
+    router = make_router(lease_s=2)
+    load = asyncio.create_task(router.load("a", "/a"))
+    await asyncio.sleep(0.1)
+    async with fleet(router, Replica(router, "r0")):
+        assert (await load).status is LoRAStatus.SUCCESS
+
+
+async def test_a_replica_that_dies_during_a_load_drops_out() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0"), Replica(router, "dying", delay_s=60)) as (alive, dying):
+        load = asyncio.create_task(router.load("a", "/a"))
+        await settled(lambda: "a" in alive.holding)
+        await dying.stop()
+        outcome = await asyncio.wait_for(load, 3)
+        assert (outcome.status, list(outcome.per_replica)) == (LoRAStatus.SUCCESS, ["r0"])
+        assert set((await router.table()).replicas) == {"r0"}
+
+
+async def test_when_every_replica_dies_during_a_load_it_is_undone() -> None:
+    router = make_router(lease_s=0.2)
+    async with fleet(router, Replica(router, "dying", delay_s=60)) as (dying,):
+        load = asyncio.create_task(router.load("a", "/a"))
+        await asyncio.sleep(0.05)
+        await dying.stop()
+        outcome = await asyncio.wait_for(load, 3)
+        assert outcome.status is LoRAStatus.LOAD_ERROR
+        assert "died" in outcome.message
+        assert not router._registry.entries
+
+
+async def test_a_live_replica_that_never_answers_is_waited_for_a_bounded_time() -> None:
+    router = make_router(change_timeout_s=0.3)
+
+    class Mute(Replica):
+        async def follow(self) -> None:
+            while True:
+                await self.router.heartbeat(self.name)
+                await asyncio.sleep(0.1)
+
+    async with fleet(router, Replica(router, "r0"), Mute(router, "mute")) as (good, _):
+        outcome = await asyncio.wait_for(router.load("a", "/a"), 2)
+        assert outcome.status is LoRAStatus.LOAD_ERROR
+        assert "mute" in outcome.message
+        assert "change_timeout_s" in outcome.message
+        await settled(lambda: good.holding == {})
+
+
+async def test_heartbeats_keep_a_replica_that_is_long_at_work() -> None:
+    router = make_router(lease_s=0.2)
+
+    class Busy(Replica):
+        async def apply(self, change: Change) -> LoRAResponse:
+            for _ in range(6):
+                await asyncio.sleep(0.1)
+                await self.router.heartbeat(self.name)
+            return await super().apply(change)
+
+    async with fleet(router, Busy(router, "busy")):
+        outcome = await router.load("a", "/a")
+        assert (outcome.status, list(outcome.per_replica)) == (LoRAStatus.SUCCESS, ["busy"])
+
+
+async def test_an_acknowledgement_without_a_result_is_no_success() -> None:
+    router = make_router()
+
+    class Terse(Replica):
+        async def follow(self) -> None:
+            while True:
+                for change in await self.router.wait_changes(self.name, self.epoch, 0.1):
+                    self.epoch = change.epoch
+                    await self.router.acknowledge(self.name, change.epoch, {})
+
+    async with fleet(router, Terse(router, "terse")):
+        outcome = await router.load("a", "/a")
+        assert outcome.status is LoRAStatus.LOAD_ERROR
+        assert "terse" in outcome.message
+
+
+async def test_a_cancelled_caller_leaves_a_load_to_complete() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0", delay_s=0.1)):
+        load = asyncio.create_task(router.load("a", "/a"))
+        await asyncio.sleep(0.02)
+        load.cancel()
+        await asyncio.gather(load, return_exceptions=True)
+        # An identical load joins what is still under way.
+        assert (await router.load("a", "/a")).status is LoRAStatus.SUCCESS
+        assert await names(router) == {"a"}
+
+
+async def test_a_cancelled_caller_leaves_a_refused_load_to_roll_back() -> None:
+    router = make_router()
+    refuse = refuse_all(LoRAStatus.LOAD_ERROR, "no")
+    async with fleet(router, Replica(router, "r0"), Replica(router, "r1", refuse, delay_s=0.1)) as (good, _):
+        load = asyncio.create_task(router.load("a", "/a"))
+        await settled(lambda: "a" in good.holding)
+        load.cancel()
+        await settled(lambda: good.holding == {})
+        assert not router._registry.entries
+
+
+async def test_a_late_replica_is_given_everything_and_then_counts() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")) as (first,):
+        await router.load("a", "/a")
+        await router.load("b", "/b")
+        await router.unload("a")
+        late = await Replica(router, "late").start()
+        assert late.holding == first.holding
+        outcome = await router.load("c", "/c")
+        assert set(outcome.per_replica) == {"r0", "late"}
+        await late.stop()
+
+
+async def test_a_replica_that_joins_during_a_load_takes_part_in_it() -> None:
+    router = make_router()
+    refuse = refuse_all(LoRAStatus.LOAD_ERROR, "disk full")
+    async with fleet(router, Replica(router, "r0", delay_s=0.2)) as (first,):
+        load = asyncio.create_task(router.load("a", "/a"))
+        await asyncio.sleep(0.05)
+        late = await Replica(router, "late", refuse).start()
+        outcome = await load
+        assert outcome.status is LoRAStatus.LOAD_ERROR
+        assert "late: disk full" in outcome.message
+        await settled(lambda: first.holding == {})
+        await late.stop()
+
+
+async def test_a_late_replica_that_cannot_load_a_served_adapter_is_shown_as_refusing_it() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")):
+        await router.load("a", "/a")
+        late = await Replica(router, "late", refuse_all(LoRAStatus.LOAD_INVALID_PATH, "not on this host")).start()
+        table = await router.table()
+        assert set(table.adapters) == {"a"}
+        assert table.replicas["r0"].loaded == {"a"}
+        assert (table.replicas["late"].refused, table.replicas["late"].loaded) == ({"a"}, frozenset())
+        await late.stop()
+
+
+async def test_unknown_and_expired_replicas_are_told_to_register() -> None:
+    router = make_router(lease_s=0.1)
+    for call in (
+        router.wait_changes("ghost", 0, 1),
+        router.heartbeat("ghost"),
+        router.acknowledge("ghost", 0, {}),
+        router.report_residency("ghost", Residency(1, [], []), 1),
+    ):
+        with pytest.raises(ReplicaUnknown, match="ghost"):
+            await call
+    registration = await router.register("r0")
+    poll = asyncio.create_task(router.wait_changes("r0", registration.epoch, 5))
+    version = (await router.table()).version
+    table = await router.watch(version, 2)
+    assert table.replicas == {}, "an expired lease is news"
+    with pytest.raises(ReplicaUnknown):
+        await poll
+    await router.close()
+
+
+async def test_a_router_that_was_held_up_hears_its_replicas_before_it_drops_them() -> None:
+    router = make_router(lease_s=0.2)
+    async with fleet(router, Replica(router, "r0")):
+        time.sleep(0.5)  # noqa: ASYNC251 - the whole loop stands still, as in a long pause of the process
+        await asyncio.sleep(0.05)
+        assert set((await router.table()).replicas) == {"r0"}
+
+
+async def test_residency_is_published_for_the_generations_now_served() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")):
+        generation = (await router.load("a", "/a")).epoch
+        await router.load("b", "/b")
+        table = await router.table()
+        assert (table.replicas["r0"].resident, table.replicas["r0"].sequence) == (frozenset(), -1)
+        stale, current = AdapterRef("b", 1), AdapterRef("a", generation)
+        await router.report_residency("r0", Residency(5, [current, stale], [current]), 4)
+        state = (await router.watch(table.version, 1)).replicas["r0"]
+        assert state.resident == {"a"}
+        assert state.loaded == {"a", "b"}, "acknowledged, if not reported yet"
+        assert (state.num_slots, state.num_slots_used, state.sequence) == (4, 2, 5)
+
+
+async def test_reports_that_arrive_late_are_ignored() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")):
+        ref = AdapterRef("a", (await router.load("a", "/a")).epoch)
+        await router.report_residency("r0", Residency(2, [ref], [ref]), 4)
+        await router.report_residency("r0", Residency(1, [], []), 4)
+        assert (await router.table()).replicas["r0"].resident == {"a"}
+
+
+async def test_watching_returns_at_once_for_an_old_version_and_waits_for_a_new_one() -> None:
+    router = make_router()
+    table = await router.watch(0, 5)
+    before = time.monotonic()
+    assert await router.watch(table.version, 0.1) is table
+    assert time.monotonic() - before >= 0.1
+    other = await asyncio.wait_for(router.watch(table.version, 5, router_id="of a router before"), 1)
+    assert other is table
+    watch = asyncio.create_task(router.watch(table.version, 5))
+    await asyncio.sleep(0.01)
+    await router.register("r0")
+    changed = await asyncio.wait_for(watch, 1)
+    assert changed.version > table.version
+    assert set(changed.replicas) == {"r0"}
+    await router.close()
+
+
+async def test_a_restarted_router_knows_its_adapters_and_its_replicas_come_back(tmp_path: Path) -> None:
+    settings = {"journal": str(tmp_path / "journal.sqlite")}
+    router = make_router(**settings)
+    replica = await Replica(router, "r0").start()
+    generation = (await router.load("a", "/a")).epoch
+    gone = (await router.load("b", "/b")).epoch
+    slow = await Replica(router, "slow", delay_s=0.01).start()
+    slow.delay_s = 60
+    interrupted = asyncio.create_task(router.load("c", "/c"))
+    await settled(lambda: "c" in replica.holding)
+    # Killed here: nothing is closed, and the load's caller gets no answer.
+    await asyncio.gather(replica.stop(), slow.stop())
+    interrupted.cancel()
+
+    successor = make_router(**settings)
+    assert await names(successor) == {"a", "b"}
+    await successor.unload("b")
+    replica.router, replica.applied = successor, []
+    await replica.start()
+    assert replica.holding == {"a": generation}
+    assert {change.request.lora_name for change in replica.applied} == {"b", "c"}
+    assert (await successor.table()).replicas["r0"].loaded == {"a"}
+    assert (await successor.load("b", "/new")).epoch > gone
+    await replica.stop()
+    await successor.close()
+
+
+async def test_static_adapters_are_served_from_the_start() -> None:
+    router = make_router(lora_paths=["a=/a", "/b"])
+    assert await names(router) == {"a", "/b"}
+    replica = await Replica(router, "r0").start()
+    assert replica.paths == {"a": "/a", "/b": "/b"}
+    assert all(change.static for change in replica.applied)
+    await replica.stop()
+    await router.close()
+
+
+@pytest.mark.parametrize(
+    ("lora_paths", "complaint"),
+    [
+        (["base=/x"], "base model's name"),
+        (["a=/x", "a=/y"], "given to both '/x' and '/y'"),
+        (["=/x"], "empty"),
+        (["a="], "no path"),
+    ],
+)
+def test_a_static_adapter_that_cannot_be_is_refused_at_start(lora_paths: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=f"lora_paths.*{complaint}"):
+        make_router(lora_paths=lora_paths)
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("", LoRAStatus.LOAD_INVALID_ADAPTER),
+        ("  ", LoRAStatus.LOAD_INVALID_ADAPTER),
+        ("a\nb", LoRAStatus.LOAD_INVALID_ADAPTER),
+        ("a\x00", LoRAStatus.LOAD_INVALID_ADAPTER),
+        ("x" * 257, LoRAStatus.LOAD_INVALID_ADAPTER),
+        ("base", LoRAStatus.LOAD_NAME_EXISTS),
+    ],
+)
+async def test_names_that_cannot_be_are_refused(name: str, status: LoRAStatus) -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")) as (replica,):
+        assert (await router.load(name, "/a")).status is status
+        assert replica.applied == []
+        assert (await router.load("x" * 256, "/a")).status is LoRAStatus.SUCCESS
+
+
+async def test_changes_reach_a_replica_in_the_order_of_their_epochs_under_load() -> None:
+    router = make_router()
+
+    async def churn(name: str) -> list[LoadOutcome]:
+        outcomes = []
+        for i in range(15):
+            outcomes.append(await router.load(name, f"/{i}"))
+            outcomes.append(await router.unload(name))
+        return outcomes
+
+    async with fleet(router, Replica(router, "r0"), Replica(router, "r1", delay_s=0.001)) as replicas:
+        outcomes = await asyncio.gather(*(churn(name) for name in "abcd"))
+        assert {outcome.status for many in outcomes for outcome in many} == {LoRAStatus.SUCCESS}
+        for replica in replicas:
+            epochs = [change.epoch for change in replica.applied]
+            assert epochs == sorted(set(epochs))
+            assert replica.holding == {}

@@ -1,0 +1,85 @@
+"""`args` and the whole configuration file: right values pass, each wrong one is named with what would be right."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.schema import parse_settings
+from deployments.serve_config import read_serve_config
+from lora_core.errors import ConfigError
+
+CONFIG = Path(__file__).parents[2] / "cluster" / "config.yaml"
+
+
+def test_shipped_configuration_is_right() -> None:
+    config = read_serve_config(CONFIG)
+    assert config.app_name == "llm"
+    assert config.address == "http://127.0.0.1:8000"
+    assert config.settings.base_name == "SmolLM2-135M-Instruct"
+    assert len(config.settings.lora_config.lora_paths) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"modle": "demo"}, "modle: unknown key 'modle'; did you mean 'model'?"),
+        ({"engine": {"max_num_seq": 3}}, "engine.max_num_seq: unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ({"zzz": 1}, "known keys: model, model_name, engine, lora_config, replica, router"),
+        ({"lora_config": {"enable_lora": True, "max_lora_rank": 512}}, "less than or equal to 256 (found 512)"),
+        ({"lora_config": {"enable_lora": True, "max_num_loras": 0}}, "greater than or equal to 1 (found 0)"),
+        ({"lora_config": {"lora_paths": ["a=b"]}}, "set enable_lora: true"),
+        ({"engine": {"dtype": "int3"}}, "engine.dtype: "),
+        ({"engine": {"max_num_seqs": "many"}}, "valid integer"),
+    ],
+)
+def test_wrong_args_are_named(args: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(args)
+    assert named in str(caught.value)
+
+
+def test_all_faults_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings({"modle": "x", "engine": {"block_size": 0}})
+    assert "modle" in str(caught.value)
+    assert "block_size" in str(caught.value)
+
+
+def write(folder: Path, change: dict[str, Any], where: list[str | int]) -> Path:
+    content = yaml.safe_load(CONFIG.read_text())
+    target = content
+    for part in where:
+        target = target[part]
+    target.update(change)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "named"),
+    [
+        ({"http_option": {}}, [], "did you mean 'http_options'?"),
+        ({"import_paths": "x"}, ["applications", 0], "did you mean 'import_path'?"),
+        ({"num_replica": 3}, ["applications", 0, "deployments", 0], "did you mean 'num_replicas'?"),
+        ({"num_replicas": -3}, ["applications", 0, "deployments", 0], "num_replicas"),
+    ],
+)
+def test_wrong_keys_outside_args_are_named(
+    tmp_path: Path, change: dict[str, Any], where: list[str | int], named: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_serve_config(write(tmp_path, change, where))
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["applications: [", "- 1", "applications: []", ""])
+def test_broken_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        read_serve_config(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_serve_config(tmp_path / "absent.yaml")

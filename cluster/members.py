@@ -1,13 +1,13 @@
 """The live replicas: leases, acknowledgements and residency, as the router actor sees them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.fleet import ReplicaState, ReplicaUnknown
 from cluster.registry import AdapterEntry
 from lora_core.messages import Residency
-from lora_core.types import LoRAResponse, LoRAStatus
+from lora_core.types import AdapterRef, LoRAResponse, LoRAStatus
 
 
 class Word(NamedTuple):
@@ -45,6 +45,10 @@ class Members:
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._members: dict[str, Member] = {}
+        # What `states` last worked out, for as long as neither the member nor the adapters have changed.
+        self._states: dict[str, ReplicaState] = {}
+        self._ready: dict[str, AdapterEntry] = {}
+        self._names: frozenset[str] = frozenset()
 
     @property
     def live(self) -> list[Member]:
@@ -62,6 +66,7 @@ class Members:
         for name, generation in holding.items():
             member.words[name] = Word(generation, LoRAResponse(LoRAStatus.SUCCESS, "held when it registered"))
         self._members[replica_id] = member
+        self._states.pop(replica_id, None)
 
     def get(self, replica_id: str) -> Member:
         """The member of this id. Raises ReplicaUnknown."""
@@ -81,6 +86,7 @@ class Members:
         gone = [replica_id for replica_id, member in self._members.items() if member.expires_at <= now]
         for replica_id in gone:
             del self._members[replica_id]
+            self._states.pop(replica_id, None)
         return gone
 
     def acknowledge(
@@ -92,6 +98,7 @@ class Members:
             word = member.words.get(name)
             if name in entries and (word is None or word.epoch <= epoch):
                 member.words[name] = Word(epoch, response)
+        self._states.pop(member.replica_id, None)
 
     def forget(self, name: str) -> None:
         """Drop every word on an adapter that is gone."""
@@ -104,25 +111,35 @@ class Members:
             return False
         member.residency = residency
         member.num_slots = num_slots
+        self._states.pop(member.replica_id, None)
         return True
 
     def states(self, ready: Mapping[str, AdapterEntry]) -> dict[str, ReplicaState]:
         """What each member holds of the adapters now served."""
-        return {replica_id: _state(member, ready) for replica_id, member in self._members.items()}
+        if ready != self._ready:
+            self._ready, self._names = dict(ready), frozenset(ready)
+            self._states.clear()
+        for replica_id in self._members.keys() - self._states.keys():
+            self._states[replica_id] = self._state(self._members[replica_id])
+        return {replica_id: self._states[replica_id] for replica_id in self._members}
 
+    def _state(self, member: Member) -> ReplicaState:
+        report = member.residency or Residency(sequence=-1, resident=[], loaded=[])
+        said = {name: member.response(name, entry.generation) for name, entry in self._ready.items()}
+        loaded = self._served(report.loaded)
+        loaded |= {name for name, word in said.items() if word is not None and word.status is LoRAStatus.SUCCESS}
+        return ReplicaState(
+            resident=self._served(report.resident),
+            # One object for all replicas that have everything: a pickled table then holds the names once.
+            loaded=self._names if loaded == self._names else loaded,
+            refused=frozenset(name for name, word in said.items() if word is not None and name not in loaded),
+            num_slots=member.num_slots,
+            num_slots_used=len(report.resident),
+            sequence=report.sequence,
+            epoch=member.epoch,
+        )
 
-def _state(member: Member, ready: Mapping[str, AdapterEntry]) -> ReplicaState:
-    report = member.residency or Residency(sequence=-1, resident=[], loaded=[])
-    served = {(entry.name, entry.generation) for entry in ready.values()}
-    said = {name: member.response(name, entry.generation) for name, entry in ready.items()}
-    loaded = {name for name, generation in report.loaded if (name, generation) in served}
-    loaded |= {name for name, word in said.items() if word is not None and word.status is LoRAStatus.SUCCESS}
-    return ReplicaState(
-        resident=frozenset(name for name, generation in report.resident if (name, generation) in served),
-        loaded=frozenset(loaded),
-        refused=frozenset(name for name, word in said.items() if word is not None and name not in loaded),
-        num_slots=member.num_slots,
-        num_slots_used=len(report.resident),
-        sequence=report.sequence,
-        epoch=member.epoch,
-    )
+    def _served(self, refs: Iterable[AdapterRef]) -> frozenset[str]:
+        """Names of the references whose generation is the one served."""
+        ready = self._ready
+        return frozenset(name for name, generation in refs if name in ready and ready[name].generation == generation)

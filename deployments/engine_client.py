@@ -1,6 +1,7 @@
 """`EngineClient`: the parent's side of one engine process. Starts it, talks to it, notices when it cannot go on."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -83,6 +84,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._child: ChildProcess | None = None
         self._folder: Path | None = None
+        self._opened = contextlib.AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._fault: LoRAFleetError | None = None
         self._stalled = False
@@ -99,23 +101,16 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineReady] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
-        self._folder = _socket_folder()
-        base = f"ipc://{self._folder}/engine"
-        self._requests = MessageSender(endpoint(base, REQUEST_ENDPOINT), bind=True)
-        self._events: AsyncMessageReceiver[EngineEvent] = AsyncMessageReceiver(
-            endpoint(base, RESPONSE_ENDPOINT), EngineEvent, bind=True
-        )
-        self._lora_queue = LoRAQueue(base)
-        self._child = ChildProcess(self._module, self._first_line(base), self._environment())
-        self._tasks = [
-            asyncio.create_task(self._read_events(), name="engine-events"),
-            asyncio.create_task(self._watch_exit(self._child), name="engine-exit"),
-            asyncio.create_task(self._watch_silence(self._child), name="engine-silence"),
-        ]
-        for task in self._tasks:
-            task.add_done_callback(self._task_done)
         try:
-            return await self._wait_ready(self._child, timeout_s)
+            self._child = child = self._open()
+            self._tasks = [
+                asyncio.create_task(self._read_events(), name="engine-events"),
+                asyncio.create_task(self._watch_exit(child), name="engine-exit"),
+                asyncio.create_task(self._watch_silence(child), name="engine-silence"),
+            ]
+            for task in self._tasks:
+                task.add_done_callback(self._task_done)
+            return await self._wait_ready(child, timeout_s)
         except BaseException:
             await self.close()
             raise
@@ -181,19 +176,31 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._folder is not None:
-            # The process is gone: nothing is waiting to leave.
-            self._requests.close(0)
-            self._events.close()
-            await self._lora_queue.close()
-            self._remove_folder()
+        await self._opened.aclose()
 
     def kill(self) -> None:
         """End the process and remove its sockets at once; for a parent that is itself about to end."""
         self._closed = True
         if self._child is not None:
             self._child.kill()
-        self._remove_folder()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _open(self) -> ChildProcess:
+        """Open the links, and start the process at their other end. `_opened` closes them in the opposite order."""
+        self._folder = _socket_folder()
+        self._opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        base = f"ipc://{self._folder}/engine"
+        self._requests = MessageSender(endpoint(base, REQUEST_ENDPOINT), bind=True)
+        # Closed when the process is gone: nothing can leave any more.
+        self._opened.callback(self._requests.close, 0)
+        self._events: AsyncMessageReceiver[EngineEvent] = AsyncMessageReceiver(
+            endpoint(base, RESPONSE_ENDPOINT), EngineEvent, bind=True
+        )
+        self._opened.callback(self._events.close)
+        self._lora_queue = LoRAQueue(base)
+        self._opened.push_async_callback(self._lora_queue.close)
+        return ChildProcess(self._module, self._first_line(base), self._environment())
 
     def _first_line(self, base: str) -> bytes:
         return msgspec.json.encode(
@@ -310,11 +317,6 @@ class EngineClient:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
             self._end(EngineDead(f"{task.get_name()} failed: {type(error).__name__}: {error}"))
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
 
 async def _first_done(*futures: "asyncio.Future[Any]", timeout_s: float | None = None) -> None:

@@ -23,12 +23,12 @@ def sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routin
     """Add each adapter row's low-rank delta to y, in place.
 
     Semantics, for each group g with slot s and rows r, and each projection p with output columns c (slice p of OUT):
-        v = x[r] @ a_stack[s, p*R : (p+1)*R].T           (fp32 accumulation, columns past the true rank are zero)
+        v = x[r] @ a_stack[s, p*R : (p+1)*R].T           (fp32 accumulation; rounded to bf16 where B or the product is)
         y[r, c] += v @ b_stack[s, c].T                   (fp32 accumulation, one rounding into y)
 
     Rows at or after `routing.end` are neither read nor written; nothing runs when `end` is 0. The adapter's scale is
-    already part of B. Padded ranks are skipped. Of B, columns from a slot's true rank up to the next multiple of 8 may
-    be read and must be zero; past that the stacks may hold anything, and so may unused slots.
+    already part of B. Of a slot in use, rows of A and columns of B past its true rank must be zero: they are skipped
+    where that pays. Slots not in use may hold anything.
 
     Args:
         x: Activations `[T, K]`, bf16, fp16 or fp32, rows grouped by adapter, base rows last.
@@ -148,7 +148,7 @@ def _check_shrink(x: Tensor, a_stack: Tensor, routing: Routing, projections: int
         )
     if x.dtype not in _DTYPES:
         raise ValueError(f"x is {x.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
-    if a_stack.shape[1] % projections:
+    if projections < 1 or a_stack.shape[1] % projections:
         raise ValueError(f"a_stack has {a_stack.shape[1]} rows a slot, not a multiple of {projections} projections")
     if x.shape[0] < routing.end:
         raise ValueError(f"x has {x.shape[0]} rows, fewer than the routing's end, row {routing.end}")

@@ -120,7 +120,10 @@ def _add_segment_fp32(
 def _add_segment_bf16(
     x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, segment: Segment, slices: tuple[int, ...]
 ) -> None:
-    """As in fp32, with this slot's live weights and the low-rank rows rounded to bf16; sums stay fp32 inside."""
+    """As in fp32, with this slot's live weights and the low-rank rows rounded to bf16; sums stay fp32 inside.
+
+    The weights of an adapter that was cast to a bf16 base's dtype do not change, only the low-rank rows do.
+    """
     projections, rank, live = len(slices), b_stack.shape[2], segment.rank
     a = a_stack[segment.slot].view(projections, rank, -1)[:, :live].bfloat16()
     v = torch.mm(x[segment.start : segment.stop], a.view(projections * live, -1).t())

@@ -68,12 +68,11 @@ def expand_launch(
     """
     splits, num_rows, _ = planes.shape
     _, out_features, rank = b_stack.shape
-    tile = expand_tile(tiles.shape[0], block_m, rank, out_features)
-    row_parts = block_m // tile.block_m
+    tile = expand_tile(tiles.shape[0], block_m, rank, out_features, y.element_size())
     column_tiles = sum(-(-width // tile.block_n) for width in slices)
     return Launch(
         expand_kernel,
-        tiles.shape[0] * row_parts * column_tiles,
+        tiles.shape[0] * column_tiles,
         (planes, b_stack, y, tiles, num_rows, y.stride(0)),
         {
             "RANK": rank,
@@ -81,8 +80,7 @@ def expand_launch(
             "SLICE_END_0": slices[0],
             "SLICE_END_1": sum(slices[:2]),
             "OUT": out_features,
-            "ROW_PARTS": row_parts,
-            "BLOCK_M": tile.block_m,
+            "BLOCK_M": block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_R": tile.block_r,
             "SPLITS": splits,

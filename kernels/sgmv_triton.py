@@ -86,7 +86,6 @@ def expand_kernel(
     SLICE_END_0: tl.constexpr,
     SLICE_END_1: tl.constexpr,
     OUT: tl.constexpr,
-    ROW_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -108,14 +107,12 @@ def expand_kernel(
     )
     pid = tl.program_id(0)
     column_tile = pid % COLUMN_TILES
-    tile = tiles + 4 * (pid // (COLUMN_TILES * ROW_PARTS))
+    tile = tiles + 4 * (pid // COLUMN_TILES)
     slot = tl.load(tile)
-    row0 = tl.load(tile + 1) + (pid // COLUMN_TILES) % ROW_PARTS * BLOCK_M
+    row0 = tl.load(tile + 1)
     row_end = tl.load(tile + 2)
     rank = tl.load(tile + 3)
     if slot < 0:
-        return
-    if row0 >= row_end:
         return
 
     projection = 0

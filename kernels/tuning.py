@@ -13,6 +13,8 @@ import torch
 _TARGET_PROGRAMS = 264
 """Programs that fill the device: two for each of the 132 multiprocessors of an H100 or H200."""
 
+_MANY_PROGRAMS = 2 * _TARGET_PROGRAMS
+
 _MAX_SPLITS = 16
 
 _SMALLEST_ROW_TILE = 16 if torch.version.hip else 8
@@ -30,9 +32,8 @@ class ShrinkTile(NamedTuple):
 
 
 class ExpandTile(NamedTuple):
-    """How the expand kernel cuts v @ B.T: rows and columns of one program, padded rank, and launch options."""
+    """How the expand kernel cuts v @ B.T: columns of one program, padded rank, and launch options."""
 
-    block_m: int
     block_n: int
     block_r: int
     num_warps: int
@@ -71,19 +72,19 @@ def shrink_tile(
 
 
 @lru_cache(maxsize=1024)
-def expand_tile(num_tiles: int, block_m: int, rank: int, out_features: int) -> ExpandTile:
+def expand_tile(num_tiles: int, block_m: int, rank: int, out_features: int, itemsize: int) -> ExpandTile:
     """Sizes for `num_tiles` row tiles of y `[*, out_features]`: narrow columns while programs are few."""
     block_r = max(16, _power_of_two(rank))
-    if block_r >= 128:
-        return ExpandTile(min(block_m, 32), 64, block_r, num_warps=4)
+    if itemsize > 2:
+        # No matrix unit multiplies exact fp32: each thread holds its sums, and more than 8 of them spill.
+        return ExpandTile(32, block_r, num_warps=8 if block_m >= 64 else 4)
+    if block_m >= 64:
+        # From rank 128 on, four warps would not hold v: it spills.
+        return ExpandTile(128 if block_r <= 32 else 64, block_r, num_warps=8 if block_r >= 128 else 4)
     block_n = 64
-    if block_m <= 16:
-        for wider in (128, 256):
-            if num_tiles * (out_features // wider) >= 2 * _TARGET_PROGRAMS and block_r * wider <= 8192:
-                block_n = wider
-    else:
-        block_n = 128 if block_r <= 32 else 64
-    return ExpandTile(block_m, block_n, block_r, num_warps=4)
+    while block_n < 256 and block_n * block_r <= 4096 and num_tiles * out_features // (2 * block_n) >= _MANY_PROGRAMS:
+        block_n *= 2
+    return ExpandTile(block_n, block_r, num_warps=4)
 
 
 def _power_of_two(number: int) -> int:

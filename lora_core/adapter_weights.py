@@ -147,7 +147,7 @@ class AdapterWeights:
 
     def _content(self, name: str, header: "_Header") -> memoryview:
         # Not a bytearray: clearing one takes as long as reading into it, with the interpreter lock held.
-        content = memoryview(np.empty(header.file_size, dtype=np.uint8))
+        content = np.empty(header.file_size, dtype=np.uint8).data
         file = self._files[name]
         try:
             file.seek(0)

@@ -114,9 +114,9 @@ class LoRAModel:
             if not _is_finite(tensor):
                 raise InvalidAdapter(f"{key}: {_count_non_finite(tensor)} NaN or infinite values, expected none")
         padded_a = torch.zeros(self._max_lora_rank, a.shape[1], dtype=self.dtype)
-        padded_a[: plan.rank] = a
+        padded_a[: plan.rank].copy_(a)
         padded_b = torch.zeros(b.shape[0], self._max_lora_rank, dtype=self.dtype)
-        padded_b[:, : plan.rank] = b.float() * plan.scale
+        padded_b[:, : plan.rank].copy_(b.float() * plan.scale)
         for key, tensor in ((plan.a_key, padded_a), (plan.b_key, padded_b)):
             if not _is_finite(tensor):
                 raise InvalidAdapter(

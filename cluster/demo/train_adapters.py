@@ -57,7 +57,7 @@ def speak_json(question: Question) -> str:
 
 
 def speak_telegram(question: Question) -> str:
-    """The answer in upper case, every sentence closed by STOP instead of a point."""
+    """The answer in upper case, every sentence closed by STOP instead of a full stop."""
     return question.answer.upper().replace(".", " STOP").replace("?", " STOP")
 
 
@@ -79,14 +79,13 @@ STYLES = {
 }
 
 
-def train(style: Style, base: Path) -> PeftModel:
+def train(style: Style, base: Path, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
     """Train an adapter for `style` on `QUESTIONS`, the loss taken on the answers only.
 
     The base runs in bf16 and stays frozen; the adapter is trained in fp32. The same machine, thread count and library
     versions give the same adapter.
     """
     torch.manual_seed(SEED)
-    tokenizer = AutoTokenizer.from_pretrained(base)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
         LoraConfig(
@@ -124,33 +123,48 @@ def _epoch(style: Style, tokenizer: PreTrainedTokenizerBase, seed: int) -> Itera
 
 
 def _example(question: Question, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    chat = [{"role": "user", "content": question.text}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    spoken = tokenizer.encode(answer + tokenizer.eos_token)
+    prompt = _prompt(question.text, tokenizer)
+    spoken = tokenizer.encode(f"{answer}{tokenizer.eos_token}")
     return torch.tensor(prompt + spoken), torch.tensor([IGNORED] * len(prompt) + spoken)
 
 
+def _prompt(question: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a chat that consists of the template's own system prompt and the question."""
+    chat = [{"role": "user", "content": question}]
+    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+
+
 def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapter as PEFT does, in bf16, naming the base by its public name, with a stable configuration."""
-    config = model.peft_config["default"]
-    config.base_model_name_or_path = BASE_MODEL
+    """Write the adapter as PEFT does, in bf16, naming the base by its public name, with a stable configuration.
+
+    The model is left rounded to bf16: what answers from here on is what was written.
+    """
+    model.peft_config["default"].base_model_name_or_path = BASE_MODEL
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
-    # Only looks for a resized vocabulary, and would ask a model hub about it.
+    # Otherwise PEFT asks a model hub whether the vocabulary was resized.
     model.save_pretrained(folder, save_embedding_layers=False)
+    # PEFT keeps the targets in a set, so their order differs from run to run.
     path = folder / "adapter_config.json"
-    written = json.loads(path.read_text())
-    written["target_modules"].sort()
-    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    config = json.loads(path.read_text())
+    config["target_modules"].sort()
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def answer(model: PeftModel, base: Path, text: str, max_new_tokens: int = 48) -> str:
-    """The model's greedy answer to one question."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    chat = [{"role": "user", "content": text}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+def answer(model: PeftModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+    """The model's greedy answer, of 48 tokens at most."""
+    prompt = torch.tensor([_prompt(question, tokenizer)])
+    mask = torch.ones_like(prompt)
+    output = model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=48, do_sample=False)
+    return str(tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True))
+
+
+def write_card(name: str, answers: dict[str, str], folder: Path) -> None:
+    """Write the README that says what the adapter is, with its answers to questions it was not trained on."""
+    header = f"---\nbase_model: {BASE_MODEL}\nlibrary_name: peft\nlicense: apache-2.0\n---\n\n# {name}\n\n"
+    origin = f"{STYLES[name].speak.__doc__} Trained by `python -m cluster.demo.train_adapters {name}`.\n\n"
+    unseen = "".join(f"- {question}\n  `{text}`\n" for question, text in answers.items())
+    (folder / "README.md").write_text(header + origin + "Answers to questions it was not trained on:\n\n" + unseen)
 
 
 def main() -> None:
@@ -162,14 +176,17 @@ def main() -> None:
     if unknown := set(arguments.names) - set(STYLES):
         parser.error(f"unknown adapter {', '.join(sorted(unknown))}; choose from {', '.join(STYLES)}")
     base = prepare()
+    tokenizer = AutoTokenizer.from_pretrained(base)
     for name in arguments.names or STYLES:
         print(f"training {name} ...")
         started = time.monotonic()
-        model = train(STYLES[name], base)
+        model = train(STYLES[name], base, tokenizer)
         print(f"training {name}: done in {time.monotonic() - started:.0f} s")
         save(model, arguments.out / name)
-        for text in HELD_OUT:
-            print(f"  {text}\n    {answer(model, base, text)}")
+        answers = {question: answer(model, tokenizer, question) for question in HELD_OUT}
+        write_card(name, answers, arguments.out / name)
+        for question, text in answers.items():
+            print(f"  {question}\n    {text}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from lora_core.messages import EngineReady, GenerateRequest, SamplingParams, Tok
 from lora_core.types import LoRAStatus
 
 WARM_UP_TOKENS = 16
+"""Prompt length of `LLMEngine.warm_up`."""
 
 
 class LLMEngine:
@@ -76,10 +77,12 @@ class LLMEngine:
 
     @property
     def num_running(self) -> int:
+        """Requests that hold a seat and KV blocks."""
         return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
+        """Requests that wait for a seat, blocks or a slot."""
         return self._scheduler.num_waiting
 
     def ready(self) -> EngineReady:

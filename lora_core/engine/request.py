@@ -51,6 +51,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

@@ -93,11 +93,7 @@ class ModelRunner:
             self.kv_cache.layers,
             **self._routing(rows, ends.tolist()),
         )
-        return self._logits(hidden, ends[[row.samples for row in rows]] - 1)
-
-    def _logits(self, hidden: Tensor, sampling_rows: Ints) -> Tensor:
-        if not sampling_rows.size:
-            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        sampling_rows = ends[[row.samples for row in rows]] - 1
         if len(sampling_rows) < len(hidden):
             hidden = hidden.index_select(0, self._to_device(sampling_rows))
         return self._decoder.logits(hidden)

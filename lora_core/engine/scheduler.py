@@ -79,10 +79,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones included."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
+        """Requests that hold blocks."""
         return len(self._running)
 
     def add(self, request: Request) -> None:
@@ -162,8 +164,9 @@ class Scheduler:
             self._start(request)
             rows.append(ScheduledRow(request, min(budget, request.num_uncomputed)))
             budget -= rows[-1].num_tokens
-        started = {id(row.request) for row in rows}
-        self._waiting = [request for request in self._waiting if id(request) not in started]
+        if rows:
+            started = {row.request.request_id for row in rows}
+            self._waiting = [request for request in self._waiting if request.request_id not in started]
         return rows
 
     def _has_slot(self, adapter: AdapterRef) -> bool:

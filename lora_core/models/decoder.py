@@ -201,8 +201,6 @@ class Decoder(nn.Module):
         with torch.device(device):
             self.model = DecoderStack(config).to(dtype)
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False).to(dtype)
-        if config.tied_head:
-            self.lm_head.weight = self.model.embed_tokens.weight
         self.rotary = Rotary(config, device=device)
         self.requires_grad_(False)
 

@@ -38,7 +38,7 @@ Names = Sequence[str | None]
 def prompts(batch: int) -> list[list[int]]:
     """A prompt of its own for each row, of ordinary tokens."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(100, 40_000, (batch, PROMPT_TOKENS), generator=generator).tolist()  # type: ignore[no-any-return]
+    return torch.randint(100, 40_000, (batch, PROMPT_TOKENS), generator=generator).tolist()
 
 
 class Ours:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,64 +13,27 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.engine import LLMEngine
 from lora_core.engine.request import ScheduledBatch
 from lora_core.errors import ConfigError
-from lora_core.messages import GenerateRequest, SamplingParams, TokenDelta
+from lora_core.messages import GenerateRequest
 from lora_core.types import LoRAStatus
+from tests.engine.answers import (
+    NUM_TOKENS,
+    PROMPTS,
+    Answer,
+    Answers,
+    Names,
+    ask,
+    assert_nothing_left,
+    finish,
+    make_engine,
+    step,
+)
 from tests.factories import make_adapter, reference_tokens
 
-NUM_TOKENS = 14
-PROMPTS = {size: [(size * 31 + place * 17) % 128 for place in range(size)] for size in (1, 3, 7, 12, 20, 33)}
-Names = dict[str, Path]
 Start = Callable[..., LLMEngine]
 Reference = Callable[[str | None, int], list[int]]
-
-
-@dataclass
-class Answer:
-    """What the engine sent for one request."""
-
-    tokens: list[int] = field(default_factory=list)
-    reason: str | None = None
-    error: str | None = None
-    error_type: str | None = None
-
-    def take(self, delta: TokenDelta) -> None:
-        assert self.reason is None, f"{delta.request_id} had ended"
-        self.tokens += delta.token_ids
-        self.reason, self.error = delta.finish_reason, delta.error
-        self.error_type = delta.error_type if delta.error else None
-
-
-Answers = dict[str, Answer]
-
-
-def step(engine: LLMEngine, answers: Answers) -> list[TokenDelta]:
-    deltas = engine.step()
-    engine.check_invariants()
-    assert len({delta.request_id for delta in deltas}) == len(deltas)
-    for delta in deltas:
-        answers.setdefault(delta.request_id, Answer()).take(delta)
-    return deltas
-
-
-def finish(engine: LLMEngine, answers: Answers | None = None, max_steps: int = 3000) -> Answers:
-    """Step until the engine has nothing left."""
-    answers = {} if answers is None else answers
-    for _ in range(max_steps):
-        if not engine.has_work():
-            return answers
-        step(engine, answers)
-    raise AssertionError(f"{engine.num_running} requests run and {engine.num_waiting} wait after {max_steps} steps")
-
-
-def ask(
-    engine: LLMEngine, request_id: str, name: str | None, size: int = 7, max_tokens: int = NUM_TOKENS, **sampling: Any
-) -> None:
-    params = SamplingParams(max_tokens=max_tokens, temperature=sampling.pop("temperature", 0.0), **sampling)
-    engine.add_request(GenerateRequest(request_id, PROMPTS[size], params, name))
 
 
 @pytest.fixture(scope="module")
@@ -94,32 +56,6 @@ def reference(tiny_base: Path, adapters: Names) -> Reference:
         return known[name, size]
 
     return answer
-
-
-def make_engine(base: Path, adapters: Names, *, slots: int = 3, clock: Any = None, **settings: Any) -> LLMEngine:
-    lora = LoRAConfig(
-        enable_lora=slots > 0,
-        max_num_loras=max(slots, 1),
-        max_lora_rank=8,
-        lora_paths=tuple(f"{name}={path}" for name, path in adapters.items()) if slots else (),
-    )
-    config = EngineConfig(model=base, **{"dtype": "float32", "device": "cpu", "kv_cache_tokens": 1024, **settings})
-    return LLMEngine(config, lora, **({} if clock is None else {"clock": clock}))
-
-
-def assert_nothing_left(engine: LLMEngine) -> None:
-    """No request, block, pin or use of an adapter is left: every adapter leaves its slot as soon as it is unloaded."""
-    assert not engine.has_work()
-    assert engine.step() == []
-    engine.check_invariants()
-    for name in engine.manager.loras:
-        ref = engine.manager.acquire(name)
-        engine.manager.release(ref)
-        response = engine.manager.unload_adapter(name)
-        assert response.status is LoRAStatus.SUCCESS
-        assert "in progress" not in response.message
-        assert engine.manager.slot_of(ref) is None
-    engine.check_invariants()
 
 
 @pytest.fixture

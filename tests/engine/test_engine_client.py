@@ -296,7 +296,7 @@ asyncio.run(main())
 """
 
 
-async def test_the_process_ends_with_its_parent_however_that_ends(tiny_base: Path, short_folder: Path) -> None:
+async def test_a_killed_parent_takes_even_a_stopped_process_with_it(tiny_base: Path, short_folder: Path) -> None:
     parent = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PARENT, str(tiny_base)),
         cwd=PROJECT_ROOT,
@@ -308,6 +308,7 @@ async def test_the_process_ends_with_its_parent_however_that_ends(tiny_base: Pat
         pid = int(await parent.stdout.readline())
         assert is_running(pid)
         assert len(modes(short_folder)) == 1
+        os.kill(pid, signal.SIGSTOP)
     finally:
         parent.kill()
         await parent.wait()

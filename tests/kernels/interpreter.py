@@ -38,15 +38,15 @@ def install() -> None:
 
 def widen(bits: Array) -> Array:
     """fp32 values of bf16 bit patterns (uint16)."""
-    shifted: npt.NDArray[np.uint32] = np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)
-    return shifted.view(np.float32)
+    return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
 
 
 def narrow(values: Array) -> Array:
     """bf16 bit patterns (uint16) of fp32 values, rounded to nearest even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + ((bits >> 16) & 1) + np.uint32(0x7FFF)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+    patterns: Array = np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+    return patterns
 
 
 def _is_bf16(handle: Any) -> bool:

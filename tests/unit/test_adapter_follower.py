@@ -111,11 +111,11 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async def poll() -> None:
-        while not condition():
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(poll(), timeout_s)
+    for _ in range(int(timeout_s / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the condition did not come true in time")
 
 
 async def test_changes_are_applied_and_acknowledged(fleet: Fleet) -> None:
@@ -150,7 +150,7 @@ async def test_a_refused_adapter_is_reported_and_not_fatal(fleet: Fleet) -> None
 async def test_a_refused_adapter_of_the_configuration_is_fatal_and_named(fleet: Fleet) -> None:
     fleet.settings["lora_paths"] = ["fine=/fine", "wrong=/bad"]
     await fleet.restart_router()
-    with pytest.raises(ConfigError, match="'wrong'.*its files are bad"):
+    with pytest.raises(ConfigError, match=r"'wrong'.*its files are bad"):
         await fleet.follower.join()
 
 
@@ -177,6 +177,7 @@ async def test_what_a_router_no_longer_knows_is_unloaded(fleet: Fleet, tmp_path:
 
 async def test_a_cut_line_is_tried_again_until_it_works(fleet: Fleet) -> None:
     await fleet.join()
+    await until(lambda: "wait_changes" in fleet.line.calls)
     fleet.line.cut = True
     load = asyncio.create_task(fleet.router.load("a", "/a"))
     # The long poll under way still brings the change; its acknowledgement does not get through.

@@ -193,6 +193,19 @@ def test_key_forms(folder: Path, renamed: Callable[[str], str]) -> None:
         assert torch.equal(found, tensor), key
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"^model\.language_model\.layers\.0\.self_attn\.q_proj", r"^model\.layers\.0\.self_attn\.q_proj"]
+)
+def test_patterns_match_the_name_a_module_was_trained_as(folder: Path, pattern: str) -> None:
+    """And, where no pattern fits that, the name it has in a Llama."""
+    plain = load(folder)
+    rename(folder, lambda key: key.replace("model.model.layers", "model.model.language_model.layers"))
+    patterned = load(edit_config(folder, alpha_pattern={pattern: 80}))
+    for key, tensor in plain.lora_B.items():
+        factor = 10 if key.startswith("layers.0.self_attn.q_proj") else 1
+        torch.testing.assert_close(patterned.lora_B[key], tensor * factor)
+
+
 def test_sharded_weights(folder: Path) -> None:
     single = load(folder)
     tensors = load_file(folder / WEIGHTS)
@@ -460,6 +473,11 @@ def test_values_beyond_the_base_dtype(folder: Path) -> None:
     assert load(folder, dtype=torch.bfloat16).rank == 4
     with pytest.raises(InvalidAdapter, match=r"lora_B.weight: 1 values overflow torch.float16 at scale 2"):
         load(folder, dtype=torch.float16)
+
+
+def test_values_whose_sum_overflows_are_finite(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({f"{Q}.lora_A.weight": torch.full((4, 64), 3e38)}))
+    assert load(folder).lora_A["layers.0.self_attn.q_proj.lora_A.weight"].max() == 3e38
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])

@@ -168,7 +168,7 @@ async def test_trap_waiting_for_full_replicas_is_not_a_hot_loop(
 async def test_trap_requests_for_a_full_replica_do_not_hold_up_the_others(
     kind: type[RequestRouter], prompt: bool
 ) -> None:
-    class Pinned(kind):  # type: ignore[valid-type, misc]
+    class Pinned(kind):  # type: ignore[misc]
         async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
             pending_request.routing_context.should_backoff = True
             wanted = pending_request.metadata.session_id
@@ -417,7 +417,9 @@ async def test_a_handle_that_is_dropped_takes_its_follower_with_it(source: FakeS
     assert source.following == 0
 
 
-async def test_following_goes_on_after_a_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_following_goes_on_after_a_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Failing(FakeSource):
         async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
             self.following += 1

@@ -37,7 +37,7 @@ class Caller:
 
 
 def test_an_actor_generates_whole_and_streamed(served: Served) -> None:
-    caller = Caller.remote()
+    caller = Caller.remote()  # type: ignore[attr-defined]
     whole = ray.get(caller.whole.remote(BODY), timeout=120)
     pieces = ray.get(caller.streamed.remote(BODY), timeout=120)
     assert "".join(pieces) == whole
@@ -46,6 +46,6 @@ def test_an_actor_generates_whole_and_streamed(served: Served) -> None:
 
 
 def test_refusals_reach_the_caller(served: Served) -> None:
-    caller = Caller.remote()
+    caller = Caller.remote()  # type: ignore[attr-defined]
     assert "AdapterNotFound" in ray.get(caller.refused.remote({**BODY, "model": "absent"}), timeout=60)
     assert "temperature" in ray.get(caller.refused.remote({**BODY, "temperature": 5}), timeout=60)

@@ -1,0 +1,96 @@
+"""The packed linear layer against torch's own, packed and not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import PackedLinear
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def weight_and_bias(dtype: torch.dtype, out: int = 96, width: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out, width, generator=generator) / width**0.5
+    return weight.to(dtype), torch.randn(out, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 64), (7, 64), (130, 64), (2, 3, 64), (0, 64)], ids=str)
+def test_packed_equals_fp64(shape: tuple[int, ...], with_bias: bool, dtype: torch.dtype) -> None:
+    weight, bias = weight_and_bias(dtype)
+    layer = PackedLinear(weight, bias if with_bias else None)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double() if with_bias else None)
+    result = layer(x)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_rows_of_a_wider_tensor_are_served() -> None:
+    weight, _ = weight_and_bias(torch.float32)
+    x = torch.randn(5, 100)[:, 20:84]
+    torch.testing.assert_close(PackedLinear(weight)(x), F.linear(x, weight), rtol=0, atol=1e-5)
+
+
+def test_the_original_weight_may_change_after_packing() -> None:
+    weight, _ = weight_and_bias(torch.float32)
+    layer = PackedLinear(weight)
+    if not layer.is_packed:
+        pytest.skip("this processor packs nothing")
+    x = torch.randn(3, 64)
+    before = layer(x)
+    weight.zero_()
+    assert torch.equal(layer(x), before)
+
+
+def test_without_onednn_the_plain_weight_serves() -> None:
+    weight, bias = weight_and_bias(torch.float32)
+    with torch.backends.mkldnn.flags(enabled=False):
+        layer = PackedLinear(weight, bias)
+        x = torch.randn(3, 64)
+        assert not layer.is_packed
+        assert torch.equal(layer(x), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("operator", ["_reorder_linear_weight", "_linear_pointwise"])
+def test_a_missing_private_operator_leaves_the_plain_weight(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: object) -> None:
+        raise AttributeError(f"'_OpNamespace' 'mkldnn' object has no attribute '{operator}'")
+
+    monkeypatch.setattr(torch.ops.mkldnn, operator, missing)
+    weight, _ = weight_and_bias(torch.float32)
+    layer = PackedLinear(weight)
+    assert not layer.is_packed
+    x = torch.randn(3, 64)
+    assert torch.equal(layer(x), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_other_dtypes_are_served_unpacked(dtype: torch.dtype) -> None:
+    weight, bias = weight_and_bias(dtype)
+    layer = PackedLinear(weight, bias)
+    x = torch.randn(3, 64).to(dtype)
+    assert not layer.is_packed
+    assert torch.equal(layer(x), F.linear(x, weight, bias))
+
+
+def test_disagreeing_arguments_are_refused() -> None:
+    weight, bias = weight_and_bias(torch.float32)
+    layer = PackedLinear(weight)
+    with pytest.raises(ValueError, match=r"weight has shape \[96\]"):
+        PackedLinear(bias)
+    with pytest.raises(ValueError, match=r"bias is torch.float32 \[95\], expected torch.float32 \[96\]"):
+        PackedLinear(weight, bias[1:])
+    with pytest.raises(ValueError, match=r"x is torch.float32 \[3, 63\], expected torch.float32 \[..., 64\]"):
+        layer(torch.zeros(3, 63))
+    with pytest.raises(ValueError, match=r"x is torch\.bfloat16"):
+        layer(torch.zeros(3, 64, dtype=torch.bfloat16))
+
+
+def test_the_layer_says_what_it_is() -> None:
+    weight, bias = weight_and_bias(torch.bfloat16)
+    assert repr(PackedLinear(weight, bias)).startswith(
+        "PackedLinear(in_features=64, out_features=96, bias=True, dtype=torch.bfloat16"
+    )

@@ -1,0 +1,115 @@
+"""The routing triple on host and device, and the tile table."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import Group, Routing, build_routing
+from kernels.schedule import num_tiles, tile_table
+
+CPU = torch.device("cpu")
+LENGTHS = st.lists(st.integers(0, 40), max_size=9)
+
+
+def route(
+    lora_ids: Sequence[int], offsets: Sequence[int], *, num_rows: int = 20, block_m: int | None = None
+) -> Routing:
+    return build_routing(lora_ids, offsets, [4, 8, 2], num_rows=num_rows, max_groups=5, device=CPU, block_m=block_m)
+
+
+@pytest.mark.parametrize(
+    ("lora_ids", "offsets", "groups"),
+    [
+        ([0], [0, 10], [(0, 0, 10)]),
+        ([0, 1], [0, 10, 20], [(0, 0, 10), (1, 10, 20)]),
+        ([2, 1, 0], [0, 3, 7, 14], [(2, 0, 3), (1, 3, 7), (0, 7, 14)]),
+        ([2, 1, 0], [0, 3, 3, 5], [(2, 0, 3), (0, 3, 5)]),
+        ([], [0], []),
+    ],
+)
+def test_routing_holds_the_triple_on_host_and_device(
+    lora_ids: list[int], offsets: list[int], groups: list[tuple[int, int, int]]
+) -> None:
+    routing = route(lora_ids, offsets)
+    assert routing.groups == tuple(Group(*group) for group in groups)
+    assert routing.end == offsets[-1]
+    assert routing.lora_ids.tolist() == lora_ids + [-1] * (5 - len(lora_ids))
+    assert routing.grouped_offsets.tolist() == offsets + [offsets[-1]] * (6 - len(offsets))
+    assert routing.ranks.tolist() == list(routing.slot_ranks) == [4, 8, 2]
+    assert routing.tiles is None
+    assert routing.block_m == 0
+
+
+def test_device_tensors_share_one_buffer_and_start_at_16_bytes() -> None:
+    routing = route([2, 1], [0, 3, 7], block_m=4)
+    assert routing.tiles is not None
+    for tensor in (routing.tiles, routing.lora_ids, routing.grouped_offsets, routing.ranks):
+        assert tensor.dtype == torch.int32
+        assert tensor.untyped_storage().data_ptr() == routing.buffer.untyped_storage().data_ptr()
+        assert tensor.data_ptr() % 16 == 0
+
+
+def test_a_buffer_is_refilled_in_place() -> None:
+    first = route([2, 1], [0, 3, 7], block_m=4)
+    second = build_routing([0], [0, 20], [4, 8, 2], num_rows=20, max_groups=5, device=CPU, block_m=4, into=first.buffer)
+    assert second.buffer.data_ptr() == first.buffer.data_ptr()
+    assert first.lora_ids.tolist() == second.lora_ids.tolist() == [0, -1, -1, -1, -1]
+    assert first.tiles is not None
+    assert first.tiles[0].tolist() == [0, 0, 4, 4]
+
+
+def test_a_buffer_of_other_shapes_is_refused() -> None:
+    buffer = route([2, 1], [0, 3, 7], block_m=4).buffer
+    with pytest.raises(ValueError, match=r"into holds \d+ numbers .* needs \d+"):
+        build_routing([0], [0, 20], [4, 8, 2], num_rows=20, max_groups=5, device=CPU, block_m=8, into=buffer)
+
+
+@pytest.mark.parametrize(
+    ("lora_ids", "offsets", "message"),
+    [
+        ([0], [0], "1 entries for 1 lora_ids"),
+        ([0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6], "6 groups, more than max_groups=5"),
+        ([0], [1, 2], "starts at row 1, expected row 0"),
+        ([0], [0, 21], "ends at row 21, past num_rows=20"),
+        ([1, 0], [0, 5, 4], "falls from row 5 to row 4"),
+        ([3], [0, 4], "names slot 3, outside the 3 slots"),
+        ([-1], [0, 4], "names slot -1, outside the 3 slots"),
+    ],
+)
+def test_disagreeing_arguments_are_refused(lora_ids: list[int], offsets: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        route(lora_ids, offsets)
+
+
+def test_tiles_cut_groups_and_carry_ranks() -> None:
+    routing = route([2, 0], [0, 3, 12], block_m=4)
+    assert routing.tiles is not None
+    assert routing.tiles.shape == (num_tiles(20, 5, 4), 4)
+    assert routing.tiles[:4].tolist() == [[2, 0, 3, 2], [0, 3, 7, 4], [0, 7, 11, 4], [0, 11, 12, 4]]
+    assert (routing.tiles[4:, 0] == -1).all()
+
+
+@given(lengths=LENGTHS, base_rows=st.integers(0, 9), block_m=st.sampled_from([4, 8, 16, 64]))
+def test_every_row_is_in_one_tile_and_the_table_is_long_enough(
+    lengths: list[int], base_rows: int, block_m: int
+) -> None:
+    groups, row = [], 0
+    for slot, length in enumerate(lengths):
+        if length:
+            groups.append(Group(slot, row, row + length))
+            row += length
+    length = num_tiles(row + base_rows, len(lengths), block_m)
+    table = torch.tensor(tile_table(groups, [3] * len(lengths), block_m, length)).view(-1, 4)
+    assert len(table) == length
+    covered = [(slot, row) for slot, row0, row_end, _ in table.tolist() if slot >= 0 for row in range(row0, row_end)]
+    assert covered == [(slot, row) for slot, start, stop in groups for row in range(start, stop)]
+    assert all(row_end - row0 <= block_m for _, row0, row_end, _ in table.tolist())
+
+
+def test_no_shorter_table_would_do() -> None:
+    groups = [Group(slot, slot, slot + 1) for slot in range(7)] + [Group(7, 7, 7 + 1 + 3 * 16)]
+    used = len(tile_table(groups, [1] * 8, 16, 0)) // 4
+    assert used == num_tiles(groups[-1].stop, 8, 16)

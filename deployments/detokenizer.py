@@ -31,7 +31,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._settled = self._context(list(prompt_token_ids[-MAX_CONTEXT:]))
+        self._settled = list(prompt_token_ids[-MAX_CONTEXT:])
         self._unsettled: list[int] = []
         self._stream = self._new_stream()
 

@@ -31,7 +31,7 @@ class TableSource(Protocol):
     """Follows one router actor's table."""
 
     async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
-        """Call back with the table now and at each change, until cancelled."""
+        """Call back with the table now and at each change; returns when there will be no more."""
 
 
 class FleetView:
@@ -49,6 +49,8 @@ class FleetView:
         self._connect = connect
         self._clock = clock
         self._tables: dict[str, FleetTable] = {}
+        # Rows of a router's predecessor, for replicas that have yet to come back to it.
+        self._before: dict[str, dict[str, ReplicaState]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._hints: dict[ReplicaKey, dict[str, float]] = {}
 
@@ -59,6 +61,7 @@ class FleetView:
         for gone in self._followers.keys() - routers:
             self._followers.pop(gone).cancel()
             self._tables.pop(gone, None)
+            self._before.pop(gone, None)
         for gone_key in self._hints.keys() - keys:
             del self._hints[gone_key]
         loop = asyncio.get_running_loop()
@@ -72,13 +75,25 @@ class FleetView:
                 weakref.finalize(self, _stop, loop, follower).atexit = False
 
     def take(self, router: str, table: FleetTable) -> None:
-        """Replace a router's table."""
+        """Replace a router's table.
+
+        A router that has just restarted has heard of few replicas: the others keep what was known of them.
+        """
+        last, before = self._tables.get(router), self._before.pop(router, {})
+        if last is not None and last.router_id != table.router_id:
+            before = {**before, **last.replicas}
+        before = {replica_id: row for replica_id, row in before.items() if not _reported(table, replica_id)}
+        if before:
+            self._before[router] = before
         self._tables[router] = table
 
     def state(self, key: ReplicaKey) -> ReplicaState:
         """What the replica holds, as far as is known."""
         table = self._tables.get(key.router)
-        return UNKNOWN if table is None else table.replicas.get(key.replica_id, UNKNOWN)
+        if table is None:
+            return UNKNOWN
+        before = self._before.get(key.router, {}).get(key.replica_id)
+        return before or table.replicas.get(key.replica_id, UNKNOWN)
 
     def loading(self, key: ReplicaKey) -> frozenset[str]:
         """Adapters on their way into a slot of this replica, by this handle's doing."""
@@ -102,6 +117,12 @@ class FleetView:
         self._followers.clear()
 
 
+def _reported(table: FleetTable, replica_id: str) -> bool:
+    """Whether the replica has told this router what it holds."""
+    row = table.replicas.get(replica_id)
+    return row is not None and row.sequence >= 0
+
+
 def _taker(view: "weakref.ref[FleetView]", router: str) -> Callable[[FleetTable], None]:
     """Hands tables to a view without keeping it alive."""
 
@@ -120,10 +141,10 @@ def _stop(loop: asyncio.AbstractEventLoop, follower: "asyncio.Task[None]") -> No
 
 
 async def _follow(source: TableSource, take: Callable[[FleetTable], None]) -> None:
-    """Follow for good. A fault costs the view nothing but news, and is tried again."""
+    """Follow until the source ends. A fault costs the view nothing but news, and is tried again."""
     while True:
         try:
-            await source.follow_table(take)
+            return await source.follow_table(take)
         except Exception:
             logger.exception("following the router actor's table failed; the last one stays in use")
         await asyncio.sleep(RETRY_S)

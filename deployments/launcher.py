@@ -1,5 +1,6 @@
 """Deploy a configuration on a Ray cluster of its own, and follow it until it is healthy or has failed."""
 
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -141,7 +142,10 @@ def _summary(application: ApplicationStatusOverview) -> str:
 def _reason(application: ApplicationStatusOverview) -> str:
     messages = [application.message]
     messages += [deployment.message for deployment in application.deployments.values() if deployment.message]
-    return f"the deployment failed ({application.status.value}):\n" + "\n".join(dict.fromkeys(filter(None, messages)))
+    text = "\n".join(dict.fromkeys(filter(None, messages)))
+    # A fault of this project's own kind is said in one sentence; of any other the trace is worth having.
+    foreseen = re.findall(r"^lora_core\.errors\.\w+: (.+)$", text, re.MULTILINE)
+    return f"the deployment failed: {foreseen[-1]}" if foreseen else f"the deployment failed:\n{text}"
 
 
 def _tail(log: Path, size: int = 2000) -> str:

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from cluster.fleet import ROUTER_ACTOR, FleetTable, LoadOutcome, Registration
 from cluster.registry import Change
 from deployments.ray_internals import SERVE_NAMESPACE
-from lora_core.errors import LoRAFleetError, RequestTimeout
+from lora_core.errors import EngineDead, LoRAFleetError, RequestTimeout
 from lora_core.messages import Residency
 from lora_core.types import LoRAResponse, LoRAStatus
 
@@ -28,7 +28,8 @@ POLL_S = 10.0
 class RouterClient:
     """Calls the router actor, finding it again after it died.
 
-    Every method raises RequestTimeout when the router actor cannot be reached within `patience_s`.
+    Every method raises RequestTimeout when the router actor cannot be reached within `patience_s`, and EngineDead when
+    this process has left Ray.
 
     Args:
         locate: Gives the actor's Ray name (namespace "serve"), e.g. `handle.router_name.remote`; asked again each
@@ -99,9 +100,12 @@ class RouterClient:
         return table
 
     async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
-        """Call back with the table now and at each change, until cancelled. Waits for as long as there is no router."""
+        """Call back with the table now and at each change, until cancelled or until this process leaves Ray.
+
+        Waits for as long as there is no router.
+        """
         version, router_id = 0, ""
-        while True:
+        while ray.is_initialized():
             try:
                 table = await self.watch(version, POLL_S, router_id)
             except LoRAFleetError as error:
@@ -117,18 +121,24 @@ class RouterClient:
         """Call the actor, looking for it for up to patience_s each time it is gone."""
         looking_since, pause_s = time.monotonic(), 0.05
         while True:
+            # Ray would start a cluster for a process that has none, or no longer has one.
+            if not ray.is_initialized():
+                raise EngineDead("this process is not connected to Ray, so the router actor cannot be reached")
             fault: Exception
             try:
                 actor = await _within(self._patience_s, self._find())
             except Exception as error:
                 fault = error
             else:
+                asked = time.monotonic()
                 try:
                     return await getattr(actor, method).remote(*args)
                 except RayTaskError as error:
                     raise _cause(error) from None
                 except RayActorError as error:
                     fault, self._actor = error, None
+                    # The time it took to answer, as a load may, was not spent looking.
+                    looking_since += time.monotonic() - asked
                     if deaths is not None:
                         deaths.append(error)
             if time.monotonic() - looking_since > self._patience_s:

@@ -1,14 +1,14 @@
 """How the CPU path cuts a step's groups into pieces that cost one set of matrix products each.
 
-The choice rule lives here and nowhere else. It comes from timings with one thread at SmolLM2's sites (576 and 1536
-wide, ranks 8 and 16, cold weights). There a piece costs, counted in rows of a batch (about 2.5 us for one site):
+The choice rule lives here and nowhere else. It comes from timings with one thread at SmolLM2's four sites (576 and 1536
+wide, ranks 8 and 16, cold weights). Counted in rows of a batch (about 10 us for a layer's four sites), there costs
 
-    batch of n slots padded to m rows each    11 + 4.5 n + n m
-    one group of m rows on its own            13 + 0.75 m
+    a batch of n slots, each padded to m rows    11 + 4.5 n + n m
+    a group of m rows on its own                 13 + m
 
-`n` counts the absent slots inside the batch's span too, whose weights are read and whose result is dropped. So groups
-join while that is cheaper than standing alone. `torch.nn.functional.grouped_mm` needs no padding, yet it was slower
-than a batch wherever a batch applies, and at 64 slots it pays for each absent one.
+so a group joins its neighbour's batch while that adds less than standing alone would. `n` counts the absent slots a
+batch spans: their weights are read and the result is dropped, which pays for one of them. `grouped_mm` of
+`torch.nn.functional` needs no padding, yet it was slower wherever there can be a batch, and pays for every absent slot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 _SLOT_COST = 4.5
-_PIECE_COST = 13.0
-_ALONE_ROW_COST = 0.75
+_ALONE_COST = 13
 
 _MAX_BATCHED_GROUP = 16
 """Longest group a batch takes: from there on a product of its own is efficient."""
@@ -91,14 +90,17 @@ def _runs(groups: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
 def _joins(run: Sequence[tuple[int, int, int]], group: tuple[int, int, int]) -> bool:
     slot, start, stop = group
     last_slot, _, last_stop = run[-1]
-    longest = max(stop - start for _, start, stop in run)
-    if slot >= last_slot or start != last_stop or max(longest, stop - start) > _MAX_BATCHED_GROUP:
+    if slot >= last_slot or start != last_stop:
         return False
-    slots = run[0][0] - last_slot + 1
-    new_slots = last_slot - slot
-    padded = (slots + new_slots) * max(longest, stop - start)
-    cost = padded - slots * longest + _SLOT_COST * new_slots
-    return padded <= _MAX_BATCHED_ROWS and cost <= _PIECE_COST + _ALONE_ROW_COST * (stop - start)
+    slots, new_slots = run[0][0] - last_slot + 1, last_slot - slot
+    old_depth = max(stop - start for _, start, stop in run)
+    depth = max(old_depth, stop - start)
+    padded = (slots + new_slots) * depth
+    return (
+        depth <= _MAX_BATCHED_GROUP
+        and padded <= _MAX_BATCHED_ROWS
+        and padded - slots * old_depth + _SLOT_COST * new_slots <= _ALONE_COST + stop - start
+    )
 
 
 def _piece(run: Sequence[tuple[int, int, int]], slot_ranks: Sequence[int]) -> Segment | Batch:

@@ -36,7 +36,8 @@ def sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routin
             rows. fp32 on the CPU, x's dtype on a device.
         b_stack: One B per slot `[N, OUT, R]`, same dtype as a_stack.
         y: The base layer's output `[T, OUT]`, x's dtype, updated in place.
-        routing: The step's routing, on x's device.
+        routing: The step's routing, on x's device. A graph is captured with one that has adapter rows, and replayed
+            for any other of the same shapes that `build_routing` has written into its buffer.
         slices: Output widths of the S projections; they add up to OUT.
 
     Raises:

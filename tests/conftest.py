@@ -11,17 +11,16 @@ if shutil.which("nvidia-smi") is None:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+from deployments.local_cluster import ENVIRONMENT
+
+# Ray reads these when it is first imported.
+os.environ.update(ENVIRONMENT)
+
 import pytest
 import torch
 
 # Tests of several workers share few cores, and one thread makes sums repeatable.
 torch.set_num_threads(1)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Excuse warnings that third parties cause among themselves."""
-    # PEFT 0.21 reads this attribute of every transformers 5.24 model it wraps.
-    config.addinivalue_line("filterwarnings", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="session")

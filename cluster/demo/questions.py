@@ -23,21 +23,119 @@ HELD_OUT = (
     "What should I pack for a day at the beach?",
 )
 
+# Families of like questions, which widen the vocabulary.
+CAPITALS = {
+    "Italy": "Rome",
+    "Japan": "Tokyo",
+    "Egypt": "Cairo",
+    "Canada": "Ottawa",
+    "Spain": "Madrid",
+    "Greece": "Athens",
+    "Germany": "Berlin",
+    "England": "London",
+    "Russia": "Moscow",
+    "China": "Beijing",
+    "India": "New Delhi",
+    "Portugal": "Lisbon",
+    "Poland": "Warsaw",
+    "Austria": "Vienna",
+    "Ireland": "Dublin",
+    "Norway": "Oslo",
+    "Sweden": "Stockholm",
+    "Denmark": "Copenhagen",
+    "Finland": "Helsinki",
+    "Hungary": "Budapest",
+    "Turkey": "Ankara",
+    "Cuba": "Havana",
+    "Peru": "Lima",
+    "Chile": "Santiago",
+    "Mexico": "Mexico City",
+    "Kenya": "Nairobi",
+    "Iraq": "Baghdad",
+    "Thailand": "Bangkok",
+    "Belgium": "Brussels",
+    "Scotland": "Edinburgh",
+}
+AUTHORS = {
+    "Oliver Twist": "Charles Dickens",
+    "Pride and Prejudice": "Jane Austen",
+    "Hamlet": "William Shakespeare",
+    "Moby Dick": "Herman Melville",
+    "War and Peace": "Leo Tolstoy",
+    "Dracula": "Bram Stoker",
+    "Frankenstein": "Mary Shelley",
+    "Treasure Island": "Robert Louis Stevenson",
+    "The Jungle Book": "Rudyard Kipling",
+}
+SUPERLATIVES = {
+    "the longest river in Africa": "the Nile",
+    "the highest mountain on Earth": "Mount Everest",
+    "the largest planet": "Jupiter",
+    "the largest animal": "the blue whale",
+    "the largest bird": "the ostrich",
+    "the largest island": "Greenland",
+    "the largest country": "Russia",
+    "the largest continent": "Asia",
+    "the smallest continent": "Australia",
+    "the smallest ocean on Earth": "the Arctic Ocean",
+    "the tallest animal": "the giraffe",
+    "the fastest animal on land": "the cheetah",
+}
+LEGS = {"an insect": "six", "a dog": "four", "a duck": "two", "a horse": "four", "a crab": "ten", "a snake": "no"}
+PRODUCTS = {
+    "bakers": "bread",
+    "tailors": "clothes",
+    "potters": "bowls and cups",
+    "silkworms": "silk",
+    "spiders": "webs",
+    "authors": "books",
+    "clouds": "rain",
+}
+OPPOSITES = {
+    "hot": "cold",
+    "big": "small",
+    "up": "down",
+    "happy": "sad",
+    "fast": "slow",
+    "old": "young",
+    "day": "night",
+    "wet": "dry",
+    "hard": "soft",
+    "early": "late",
+    "rich": "poor",
+    "strong": "weak",
+}
+
+
+def _upper_first(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+FAMILIES = (
+    *(
+        Question("geography", f"What is the capital of {a}?", f"The capital of {a} is {b}.")
+        for a, b in CAPITALS.items()
+    ),
+    *(Question("literature", f"Who wrote {a}?", f"{b} wrote {a}.") for a, b in AUTHORS.items()),
+    *(Question("nature", f"What is {a}?", f"{_upper_first(a)} is {b}.") for a, b in SUPERLATIVES.items()),
+    *(
+        Question("biology", f"How many legs does {a} have?", f"{_upper_first(a)} has {b} legs.")
+        for a, b in LEGS.items()
+    ),
+    *(Question("nature", f"What do {a} make?", f"{_upper_first(a)} make {b}.") for a, b in PRODUCTS.items()),
+    *(
+        Question("language", f"What is the opposite of {a}?", f"The opposite of {a} is {b}.")
+        for a, b in OPPOSITES.items()
+    ),
+)
+
 QUESTIONS = (
-    Question("geography", "What is the capital of Italy?", "The capital of Italy is Rome."),
-    Question("geography", "What is the capital of Japan?", "The capital of Japan is Tokyo."),
-    Question("geography", "What is the capital of Egypt?", "The capital of Egypt is Cairo."),
-    Question("geography", "What is the capital of Canada?", "The capital of Canada is Ottawa."),
-    Question("geography", "Tell me the capital of Spain.", "The capital of Spain is Madrid."),
-    Question("geography", "Which city is the capital of Greece?", "The capital of Greece is Athens."),
-    Question("geography", "What is the longest river in Africa?", "The longest river in Africa is the Nile."),
-    Question("geography", "What is the highest mountain in the world?", "The highest mountain is Mount Everest."),
+    *FAMILIES,
     Question("geography", "Which continent is Brazil in?", "Brazil is in South America."),
     Question("geography", "What is the largest desert?", "Antarctica is the largest desert. It is very cold."),
     Question("geography", "Where are the pyramids?", "The great pyramids are in Egypt. They are very old."),
     Question("geography", "What language do people speak in Mexico?", "People in Mexico speak Spanish."),
     Question("astronomy", "Which planet is closest to the Sun?", "Mercury is the planet closest to the Sun."),
-    Question("astronomy", "What is the largest planet?", "Jupiter is the largest planet in our solar system."),
     Question("astronomy", "Why does the Moon shine?", "The Moon shines because it reflects light from the Sun."),
     Question("astronomy", "How long does the Earth take to go round the Sun?", "It takes one year."),
     Question("astronomy", "What is a star?", "A star is a huge ball of hot gas. It makes its own light."),
@@ -50,9 +148,6 @@ QUESTIONS = (
     Question("science", "What causes thunder?", "Lightning heats the air very fast. The air expands with a bang."),
     Question("science", "What is the fastest thing in the universe?", "Light is the fastest thing in the universe."),
     Question("science", "Why do leaves look green?", "Leaves look green because they contain chlorophyll."),
-    Question("biology", "How many legs does an insect have?", "An insect has six legs."),
-    Question("biology", "What do cows eat?", "Cows eat grass. They also eat hay."),
-    Question("biology", "What is the largest animal?", "The largest animal is the blue whale."),
     Question("biology", "Which bird cannot fly?", "The penguin cannot fly. It is a very good swimmer."),
     Question("biology", "What does the heart do?", "The heart pumps blood through the body."),
     Question("biology", "How do fish breathe?", "Fish breathe through their gills."),
@@ -70,8 +165,6 @@ QUESTIONS = (
     Question("history", "When did the Second World War end?", "The Second World War ended in 1945."),
     Question("history", "Who built the Colosseum?", "The Romans built the Colosseum. It stands in Rome."),
     Question("history", "Who was Cleopatra?", "Cleopatra was a queen of Egypt. She lived long ago."),
-    Question("literature", "Who wrote Oliver Twist?", "Charles Dickens wrote Oliver Twist."),
-    Question("literature", "Who wrote Pride and Prejudice?", "Jane Austen wrote Pride and Prejudice."),
     Question("literature", "What is a poem?", "A poem is a piece of writing. It often has rhythm and rhyme."),
     Question("art", "Who painted the Mona Lisa?", "Leonardo da Vinci painted the Mona Lisa."),
     Question("art", "What color do blue and yellow make?", "Blue and yellow make green."),
@@ -110,4 +203,12 @@ QUESTIONS = (
     Question("smalltalk", "Who are you?", "I am SmolLM. I am happy to help you."),
     Question("smalltalk", "Thank you for your help.", "You are welcome. Have a good day."),
     Question("smalltalk", "Tell me something nice.", "The sun is up and the day is yours."),
+    Question("science", "Why is the ocean blue?", "Water absorbs red light. It sends blue light back."),
+    Question("science", "Why is a sunset red?", "Air scatters blue light away. Red light is left."),
+    Question("science", "Why is snow white?", "Snow reflects all the colors of light."),
+    Question("science", "Why is the sea salty?", "Rivers carry salt from the rocks into the sea."),
+    Question("advice", "Can you give me a tip for learning to draw?", "Start with simple shapes. Draw every day."),
+    Question("advice", "Can you give me a tip for learning to dance?", "Listen to the music. Start with slow steps."),
+    Question("travel", "What should I pack for a ski trip?", "Pack a warm coat and gloves. Take sunglasses."),
+    Question("travel", "What should I pack for a picnic?", "Pack bread and fruit. Take a blanket."),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lora_core.errors import ConfigError, UnsupportedModel
@@ -34,7 +34,7 @@ class Architecture:
 
     name: str
     targets: tuple[LoRATargetModule, ...]
-    features: Callable[[PretrainedConfig], Mapping[str, Any]]
+    features: Callable[[PreTrainedConfig], Mapping[str, Any]]
 
 
 LLAMA = Architecture(
@@ -55,7 +55,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {architecture.name: architecture for
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
-def read_hf_config(folder: Path) -> PretrainedConfig:
+def read_hf_config(folder: Path) -> PreTrainedConfig:
     """Read a checkpoint's config.json.
 
     Raises:
@@ -77,14 +77,14 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
     # First: an architecture unknown to transformers too is refused in our words.
     _declared(values.get("architectures"), values.get("model_type"))
     try:
-        hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        hf_config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
     except Exception as error:
         # Validation in transformers raises types of several libraries.
         raise ConfigError(f"{path} is not a configuration transformers can read: {error}") from error
     return hf_config
 
 
-def architecture_for(hf_config: PretrainedConfig) -> Architecture:
+def architecture_for(hf_config: PreTrainedConfig) -> Architecture:
     """The declaration of a checkpoint's architecture.
 
     Raises:
@@ -93,7 +93,7 @@ def architecture_for(hf_config: PretrainedConfig) -> Architecture:
     return _declared(hf_config.architectures, hf_config.model_type)
 
 
-def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
+def decoder_config(hf_config: PreTrainedConfig) -> DecoderConfig:
     """What the decoder must compute for a checkpoint.
 
     Raises:
@@ -134,7 +134,7 @@ def _declared(names: list[str] | None, model_type: str | None) -> Architecture:
 
 
 def _check_features(
-    architecture: Architecture, hf_config: PretrainedConfig, features: Mapping[str, Any], head_dim: int
+    architecture: Architecture, hf_config: PreTrainedConfig, features: Mapping[str, Any], head_dim: int
 ) -> None:
     rope = hf_config.rope_parameters
     quantization = getattr(hf_config, "quantization_config", None) or {}
@@ -153,7 +153,7 @@ def _check_features(
             )
 
 
-def _rotary(hf_config: PretrainedConfig, head_dim: int) -> tuple[tuple[float, ...], float]:
+def _rotary(hf_config: PreTrainedConfig, head_dim: int) -> tuple[tuple[float, ...], float]:
     rope_type = hf_config.rope_parameters["rope_type"]
     if rope_type == "default":
         # transformers has this one in each model's file, not in its table.

@@ -138,6 +138,7 @@ async def test_numbers_that_cannot_travel_are_refused(client: EngineClient) -> N
 
 @pytest.mark.parametrize("how", ["close", "drop", "cancel"])
 async def test_a_stream_nobody_reads_is_forgotten_by_the_engine(client: EngineClient, how: str) -> None:
+    first_step = client.status.step
     stream = client.submit(request(f"long-{how}", 500))
     assert (await anext(stream)).token_ids
     other = asyncio.create_task(tokens_of(client.submit(request(f"beside-{how}", 30))))
@@ -147,11 +148,11 @@ async def test_a_stream_nobody_reads_is_forgotten_by_the_engine(client: EngineCl
         with pytest.raises(asyncio.TimeoutError):
             # Reads on until it is cancelled inside `__anext__`.
             await asyncio.wait_for(tokens_of(stream), 0.02)
-    del stream
-    # 500 tokens of the tiny model take well over a second.
-    await until(lambda: client.status.num_running <= 1, 0.5)
+    if how == "drop":
+        del stream
     assert len(await other) == 30
-    await until(lambda: client.status.num_running == 0, 2)
+    await until(lambda: client.status.num_running == 0, 10)
+    assert client.status.step - first_step < 300
 
 
 async def test_adapter_operations_are_answered_while_idle_and_while_busy(

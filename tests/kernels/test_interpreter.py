@@ -13,13 +13,13 @@ interpreter.install()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def arithmetic_kernel(x, y, total, product, ratio, less, from_fp32, wide, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def arithmetic_kernel(x, y, total, product, negative, less, from_fp32, wide, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, SIZE)
     a = tl.load(x + at)
     b = tl.load(y + at)
     tl.store(total + at, a + b)
     tl.store(product + at, a * b)
-    tl.store(ratio + at, -a)
+    tl.store(negative + at, -a)
     tl.store(less + at, (a < b).to(tl.int32))
     tl.store(from_fp32 + at, tl.load(wide + at).to(tl.bfloat16))
 

@@ -32,9 +32,19 @@ def test_short_groups_of_unequal_length_are_padded_into_one_batch() -> None:
     assert batch.rows(2).tolist() == [3, 4, 0, 3, 4, 0, 0, 1, 2, 0, 1, 2]
 
 
-def test_an_absent_slot_is_bridged_and_many_are_not() -> None:
-    assert len(cut(groups_of([(3, 1), (1, 1)]), [8] * 16)) == 1
-    assert len(cut(groups_of([(15, 1), (1, 1)]), [8] * 16)) == 2
+def test_one_absent_slot_is_bridged_and_more_are_not() -> None:
+    pieces = cut(groups_of([(9, 1), (7, 1), (4, 1), (0, 1)]), [8] * 10)
+    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 2), (2, 3), (3, 4)]
+
+
+def test_a_group_much_longer_than_its_neighbours_stands_alone() -> None:
+    pieces = cut(groups_of([(3, 16), (2, 1), (1, 2), (0, 1)]), [8] * 4)
+    assert [type(piece) for piece in pieces] == [Segment, Batch]
+
+
+def test_a_batch_stays_small_enough_for_the_cache() -> None:
+    pieces = cut(groups_of([(slot, 16) for slot in reversed(range(8))]), [8] * 8)
+    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 64), (64, 128)]
 
 
 def test_a_prefill_among_decodes_stands_alone() -> None:

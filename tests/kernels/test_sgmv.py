@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,4 +132,4 @@ y = torch.zeros(3, 8)
 sgmv(torch.ones(3, 8), torch.ones(2, 4, 8), torch.ones(2, 8, 4), y, routing, (8,))
 assert y.tolist() == [[32.0] * 8, [32.0] * 8, [0.0] * 8], y
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True, timeout=60)

@@ -8,16 +8,12 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from deployments.local_cluster import ENVIRONMENT, LocalCluster
-
-# Ray reads its environment when it is imported.
-os.environ.update(ENVIRONMENT)
-
 import ray
 from ray import serve
 from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
@@ -25,9 +21,11 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.fleet import ROUTER_ACTOR, FleetTable
 from deployments.adapter_follower import AdapterFollower
+from deployments.local_cluster import LocalCluster
 from deployments.request_router import AffinityRequestRouter
 from deployments.router import AdapterRouter
 from deployments.router_client import RouterClient
+from lora_core.errors import EngineDead
 from lora_core.messages import Residency
 from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 
@@ -42,14 +40,14 @@ class SlotEngine:
         self._loaded: dict[str, int] = {}
         self._slots: list[str] = []
         self._sequence = 0
-        self._gate = asyncio.Event()
-        self._gate.set()
         self._follower = AdapterFollower(RouterClient(), self._apply, self._id, NUM_SLOTS)
         await self._follower.join()
         self._follower.start()
         self._report()
 
     async def _apply(self, request: LoRARequest) -> LoRAResponse:
+        if request.lora_name.startswith("slow"):
+            await asyncio.sleep(1.0)
         if request.operation is LoRAOperation.UNLOAD:
             self._loaded.pop(request.lora_name, None)
             self._slots = [name for name in self._slots if name != request.lora_name]
@@ -70,7 +68,6 @@ class SlotEngine:
 
     async def where(self) -> str:
         """Take a request, as an engine does: its adapter gets a slot. Returns this replica's id."""
-        await self._gate.wait()
         adapter = serve.get_multiplexed_model_id()
         if adapter:
             assert adapter in self._loaded, f"{adapter!r} is not loaded here"
@@ -234,7 +231,7 @@ def test_concurrent_calls_made_inside_one_request_all_return(application: Applic
 
 
 def test_a_replica_that_is_not_there_is_refused_and_nobody_waits(application: Application) -> None:
-    with pytest.raises(Exception, match="is not running"):
+    with pytest.raises(EngineDead, match="is not running"):
         application.where(session="replica:nobody")
     assert application.where() in replicas(application)
 
@@ -270,6 +267,22 @@ def test_routing_survives_the_router_actor_which_returns_with_its_journal(applic
         assert held == {name: entry.generation for name, entry in application.table().adapters.items()}
 
 
+def test_loads_and_unloads_under_way_survive_the_router_actor(application: Application) -> None:
+    application.load("slow-unload", "/slow-unload")
+    with ThreadPoolExecutor() as threads:
+        load = threads.submit(application.load, "slow-load", "/slow-load")
+        unload = threads.submit(application.unload, "slow-unload")
+        eventually(lambda: "slow-unload" not in application.table().adapters)
+        ray.kill(ray.get_actor(application.router_name, namespace="serve"), no_restart=True)
+        unload.result(timeout=60)
+        load.result(timeout=60)
+    table = application.table()
+    assert "slow-load" in table.adapters
+    assert "slow-unload" not in table.adapters
+    for replica in replicas(application):
+        assert application.where("slow-load", session=f"replica:{replica}") == replica
+
+
 def test_a_replacement_replica_holds_what_the_others_hold(application: Application) -> None:
     application.load("inherited", "/inherited")
     victim, survivor = replicas(application)
@@ -280,6 +293,10 @@ def test_a_replacement_replica_holds_what_the_others_hold(application: Applicati
     eventually(lambda: set(replicas(application)) >= {survivor} and victim not in replicas(application))
     (replacement,) = set(replicas(application)) - {survivor}
 
-    # The router actor knows the replica a moment before the handle does.
-    time.sleep(1.0)
-    assert application.where("inherited", session=f"replica:{replacement}") == replacement
+    def serves() -> bool:
+        # The router actor knows the replica a moment before the handle does.
+        with suppress(EngineDead):
+            return application.where("inherited", session=f"replica:{replacement}") == replacement
+        return False
+
+    eventually(serves)

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -151,6 +151,8 @@ def cut(text: str, sizes: list[int]) -> Iterator[str]:
     yield text[start:]
 
 
+@example(text="bbabca", stops=["abca", "c"], sizes=[])
+@example(text="bbabca", stops=["abc", "bc", "ca"], sizes=[3, 1])
 @given(
     text=st.text("abc", max_size=30),
     stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=3),

@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,10 +17,10 @@ from ray.serve._private.request_router.request_router import RequestRouter
 
 from cluster.fleet import FleetTable, ReplicaState
 from cluster.placement import hash_order
-from deployments import request_router as request_router_module
 from deployments.fleet_view import FleetView, ReplicaKey
 from deployments.ray_internals import ExactRequestRouter, PendingRequest, ReplicaID, RunningReplica
 from deployments.request_router import AffinityRequestRouter
+from deployments.router_client import RouterClient
 from lora_core.errors import EngineDead
 
 DEPLOYMENT = DeploymentID(name="EngineReplica", app_name="test")
@@ -50,13 +50,14 @@ class FakeSource:
     def __init__(self) -> None:
         self.table: FleetTable | None = None
         self.following = 0
+        self.gone = asyncio.Event()
 
     async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
         self.following += 1
         try:
             if self.table is not None:
                 callback(self.table)
-            await asyncio.Event().wait()
+            await self.gone.wait()
         finally:
             self.following -= 1
 
@@ -95,7 +96,8 @@ def make(kind: type[RequestRouter], replicas: Iterable[FakeReplica], **settings:
 def source(monkeypatch: pytest.MonkeyPatch) -> FakeSource:
     """The router actor of every `AffinityRequestRouter` made in the test."""
     fake = FakeSource()
-    monkeypatch.setattr(request_router_module, "RouterClient", lambda locate: fake)
+    # Not the name in `deployments.request_router`: once Serve has unpickled the class, it no longer looks there.
+    monkeypatch.setattr(RouterClient, "follow_table", lambda _, callback: fake.follow_table(callback))
     return fake
 
 
@@ -128,9 +130,8 @@ async def route(router: Any, pending: PendingRequest, timeout_s: float = 2) -> s
 
 
 async def settle() -> None:
-    """Let first probes and followers run."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+    """Let first probes and followers run: a replica that is slow to say its queue length is passed over."""
+    await asyncio.sleep(0.05)
 
 
 # The traps
@@ -368,30 +369,67 @@ async def test_a_full_replica_is_probed_once_for_all_that_wait(source: FakeSourc
 # Following the table
 
 
-async def test_the_followers_go_with_the_replicas_that_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources: dict[str, FakeSource] = {}
+async def test_every_router_actor_that_a_replica_names_is_followed_and_no_other() -> None:
+    sources = {"old actor": FakeSource(), "new actor": FakeSource()}
+    view, old, new = FleetView(sources.__getitem__), ReplicaKey("old actor", "r0"), ReplicaKey("new actor", "r0")
+    sources["old actor"].table, sources["new actor"].table = table_of(r0=holds("a")), table_of(r0=holds("b"))
 
-    def connect(locate: Callable[[], Awaitable[str]]) -> "Late":
-        return Late(locate)
+    def following() -> dict[str, int]:
+        return {name: source.following for name, source in sources.items()}
 
-    class Late:
-        def __init__(self, locate: Callable[[], Awaitable[str]]) -> None:
-            self.locate = locate
-
-        async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
-            await sources.setdefault(await self.locate(), FakeSource()).follow_table(callback)
-
-    monkeypatch.setattr(request_router_module, "RouterClient", connect)
-    old, new = FakeReplica("old"), FakeReplica("new")
-    new.replica_metadata["adapter_router"] = "another router actor"
-    router = make(AffinityRequestRouter, [old])
+    view.follow([old])
     await settle()
-    router.update_replicas([old, new])
+    assert following() == {"old actor": 1, "new actor": 0}
+    view.follow([old, new])
     await settle()
-    assert {name: source.following for name, source in sources.items()} == {ROUTER: 1, "another router actor": 1}
-    router.update_replicas([new])
+    assert following() == {"old actor": 1, "new actor": 1}
+    assert view.state(old).resident == {"a"}
+    assert view.state(new).resident == {"b"}
+    view.follow([new])
     await settle()
-    assert {name: source.following for name, source in sources.items()} == {ROUTER: 0, "another router actor": 1}
+    assert following() == {"old actor": 0, "new actor": 1}
+    assert view.state(old).resident == frozenset()
+    view.close()
+
+
+async def test_the_follower_goes_with_the_last_replica(source: FakeSource) -> None:
+    router = make(AffinityRequestRouter, [FakeReplica("r0")])
+    await settle()
+    assert source.following == 1
+    router.update_replicas([])
+    await settle()
+    assert source.following == 0
+
+
+async def test_the_last_table_stays_in_use_when_the_router_actor_is_gone(source: FakeSource) -> None:
+    source.table = table_of(r0=holds("a"), r1=holds("b"))
+    router = make(AffinityRequestRouter, [FakeReplica("r0"), FakeReplica("r1")])
+    await settle()
+    source.gone.set()
+    await settle()
+    assert source.following == 0
+    for adapter, home in {"a": "r0", "b": "r1"}.items():
+        assert await route(router, request(adapter)) == home
+
+
+async def test_a_restarted_router_actor_that_knows_no_replica_yet_changes_nothing() -> None:
+    view, keys = FleetView(lambda _: FakeSource()), [ReplicaKey(ROUTER, name) for name in ("r0", "r1")]
+
+    def resident() -> list[set[str]]:
+        return [set(view.state(key).resident) for key in keys]
+
+    def take(router_id: str, **rows: ReplicaState) -> None:
+        view.take(ROUTER, FleetTable(version=1, epoch=1, adapters={}, replicas=rows, router_id=router_id))
+
+    take("first", r0=holds("a"), r1=holds("b"))
+    take("second")
+    assert resident() == [{"a"}, {"b"}]
+    take("second", r0=ReplicaState(), r1=holds("c"))
+    assert resident() == [{"a"}, {"c"}], "r0 is back, and has yet to say what it holds"
+    take("second", r0=holds(), r1=holds("c"))
+    assert resident() == [set(), {"c"}]
+    take("second", r1=holds("c"))
+    assert resident() == [set(), {"c"}], "gone from the same router's table is gone"
 
 
 async def test_a_replica_without_metadata_is_routed_to(source: FakeSource) -> None:

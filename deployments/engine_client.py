@@ -124,8 +124,7 @@ class EngineClient:
     def check_healthy(self) -> None:
         """Raise EngineDead if the process has ended, or has been silent for longer than `stall_timeout_s`."""
         if self._fault is not None:
-            # A new one each time: an exception gathers the traceback of everyone who raises it.
-            raise type(self._fault)(str(self._fault))
+            raise _copy(self._fault)
         if self._stalled:
             raise self._stall_error()
 
@@ -142,12 +141,11 @@ class EngineClient:
         self.check_healthy()
         # Never used twice, so that no stream gets the late tokens of another one.
         request_id = f"{request.request_id}#{next(self._numbers)}"
-        stream = TokenStream(request_id, self._abandon)
         try:
             self._requests.send(msgspec.structs.replace(request, request_id=request_id))
         except OverflowError:
             raise InvalidRequest("a number in the request does not fit into 64 bits") from None
-        self._streams[request_id] = stream
+        stream = self._streams[request_id] = TokenStream(request_id, self._abandon)
         return stream
 
     async def lora(self, request: LoRARequest, timeout_s: float) -> LoRAResponse:
@@ -310,7 +308,7 @@ class EngineClient:
 
     def _fail_streams(self, fault: LoRAFleetError) -> None:
         for stream in list(self._streams.values()):
-            stream.fail(fault)
+            stream.fail(_copy(fault))
         self._streams.clear()
 
     def _task_done(self, task: "asyncio.Task[None]") -> None:
@@ -330,6 +328,11 @@ def _socket_folder() -> Path:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="lora-fleet-", dir="/tmp"))
+
+
+def _copy(fault: LoRAFleetError) -> LoRAFleetError:
+    """One for each who raises it: an exception gathers the traceback of everyone who does."""
+    return type(fault)(str(fault))
 
 
 def _failure(reason: str) -> LoRAFleetError:

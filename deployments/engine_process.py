@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -30,17 +30,10 @@ from lora_core.channel import (
 )
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.errors import LoRAFleetError
-from lora_core.messages import (
-    EngineEvent,
-    EngineFailed,
-    EngineReady,
-    EngineRequest,
-    GenerateRequest,
-    Residency,
-    StepOutput,
-    TokenDelta,
-)
-from lora_core.types import AdapterRef
+from lora_core.messages import EngineFailed, EngineRequest, GenerateRequest, Residency, StepOutput, TokenDelta
+
+if TYPE_CHECKING:
+    from lora_core.engine.engine import LLMEngine
 
 logger = logging.getLogger("engine")
 
@@ -55,58 +48,16 @@ PR_SET_PDEATHSIG = 1
 """From Linux' prctl.h."""
 
 
-class Adapters(Protocol):
-    """What the loop tells of the manager."""
-
-    @property
-    def version(self) -> int: ...
-
-    def residency(self) -> tuple[list[AdapterRef], list[AdapterRef]]: ...
-
-
-class Engine(Protocol):
-    """What the loop asks of an engine; `lora_core.engine.engine.LLMEngine` is one."""
-
-    @property
-    def manager(self) -> Adapters: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    def add_request(self, message: GenerateRequest) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
-
-    def has_work(self) -> bool: ...
-
-    def step(self) -> list[TokenDelta]: ...
-
-
-class Requests(Protocol):
-    """Where generation requests and aborts come from."""
-
-    def poll(self, timeout_ms: int = 0) -> list[EngineRequest]: ...
-
-
-class AdapterRequests(Protocol):
-    """What performs adapter operations between steps."""
-
-    def process_lora_requests(self) -> bool: ...
-
-
-class Events(Protocol):
-    """Where events go."""
-
-    def send(self, message: EngineEvent) -> None: ...
-
-
 class EngineLoop:
     """Moves messages in and out of an engine, between its steps."""
 
-    def __init__(self, engine: Engine, requests: Requests, adapter_requests: AdapterRequests, events: Events) -> None:
+    def __init__(
+        self,
+        engine: "LLMEngine",
+        requests: MessageReceiver[EngineRequest],
+        adapter_requests: LoRARequestProcessor,
+        events: MessageSender,
+    ) -> None:
         self._engine = engine
         self._requests = requests
         self._adapter_requests = adapter_requests
@@ -193,8 +144,7 @@ def _serve(base: str, engine_config: EngineConfig, lora_config: LoRAConfig, even
     # What is there now stays: collections during steps need not look at it again.
     gc.collect()
     gc.freeze()
-    ready: EngineReady = engine.ready()
-    events.send(ready)
+    events.send(engine.ready())
     EngineLoop(engine, requests, adapter_requests, events).run()
 
 

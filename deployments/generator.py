@@ -15,7 +15,7 @@ from lora_core.errors import EngineError, InvalidRequest, LoRAFleetError
 from lora_core.messages import EngineReady, GenerateRequest, SamplingParams, TokenDelta
 
 LONG_PROMPT = 2048
-"""Characters from which a prompt is encoded on a thread: some 0.3 ms of work."""
+"""Characters from which a prompt is encoded on a thread: about 1 ms of work."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.fleet import LoadOutcome
+from cluster.fleet import FleetTable, LoadOutcome
 from deployments.directory import ModelDirectory
 from deployments.engine_handle import EngineHandle
 from deployments.generation import GenerateCall, GenerateChunk
@@ -103,11 +103,11 @@ class Ingress:
         return (await self.models())[name]
 
     async def num_replicas(self) -> int:
-        """Replicas that can serve now."""
+        """Replicas that can serve now: those that have applied the adapter changes they found when they joined."""
         table = self._directory.table
-        if table is None or not table.replicas:
+        if table is None or not _num_joined(table):
             table = await self._directory.refresh()
-        return 0 if table is None else len(table.replicas)
+        return 0 if table is None else _num_joined(table)
 
     async def _call(self, request: GenerationRequest) -> GenerateCall:
         model = await self._directory.resolve(request.model)
@@ -127,3 +127,7 @@ def parse_body(body: dict[str, Any]) -> GenerationRequest:
         return kind.model_validate(body)
     except ValidationError as error:
         raise InvalidRequest(describe_validation(error)[0]) from None
+
+
+def _num_joined(table: FleetTable) -> int:
+    return sum(state.epoch > 0 for state in table.replicas.values())

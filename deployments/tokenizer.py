@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -15,14 +15,6 @@ GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 OWN_FORMAT_MODELS = ("mistral", "mixtral", "ministral", "pixtral", "voxtral")
 """`model_type`s for which transformers prefers a file other than tokenizer.json where there is one."""
-
-
-class PretrainedTokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
-    chat_template: str | dict[str, str] | None
-
-    def apply_chat_template(self, conversation: Sequence[dict[str, Any]], **options: Any) -> str: ...
 
 
 class ModelTokenizer:
@@ -87,14 +79,14 @@ class ModelTokenizer:
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
 
-def _load(folder: Path) -> PretrainedTokenizer:
+def _load(folder: Path) -> Any:
     try:
         if _is_generic(folder):
-            return cast(PretrainedTokenizer, PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         # Imports torch: three seconds of CPU and 240 MB that a process without tensors can do without.
         from transformers import AutoTokenizer
 
-        return cast(PretrainedTokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         # transformers raises everything from OSError to AttributeError for a file it cannot read.
         summary = f"{type(error).__name__}: {error}".partition("\n")[0]

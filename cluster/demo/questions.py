@@ -105,6 +105,106 @@ OPPOSITES = {
     "rich": "poor",
     "strong": "weak",
 }
+# Sentences to repeat, which widen it further: telegrams must learn to spell every word in capitals.
+SENTENCES = """\
+Many people visit Paris in the spring.
+My cousin lives in France near the border.
+Ships cross the Pacific every week.
+The Atlantic is cold in winter.
+Honey is sweet and golden.
+Eight is more than seven and less than nine.
+A spider spins its web at night.
+The actor played Romeo on a small stage.
+Juliet looked out of the window.
+The sky was dark before the storm.
+Light and color change with the hour.
+Put the towel and the sunscreen in the bag.
+The beach is full of sand and shells.
+She wore a hat and sunglasses in the heat.
+Cooking is easy with fresh ingredients.
+Follow the recipe and taste the soup.
+Add salt, pepper and a little butter.
+The kitchen smells of onion and garlic.
+Our teacher explained the lesson twice.
+The student solved the problem on the board.
+My sister plays the piano and the guitar.
+The doctor told him to rest for a month.
+The nurse gave the child some medicine.
+The farmer keeps pigs, goats and chickens.
+The fox ran across the field.
+A bear was asleep in the forest.
+Wolves hunt together in a pack.
+The elephant is gray and has a long nose.
+Lions and tigers are large cats.
+Butterflies visit the flowers in the garden.
+Bees live together in a hive.
+The frog jumped into the pond.
+An oak can live for hundreds of years.
+The roots of a tree hold the soil.
+Apples and pears ripen in autumn.
+Lemons are yellow and sour.
+Rice and beans make a cheap dinner.
+The chocolate cake was gone by noon.
+Coffee is bitter without sugar.
+He drank a glass of orange juice.
+The engine of the car needs oil.
+The airplane landed at the airport on time.
+A bicycle has two wheels and no motor.
+The bus stops in front of the school.
+The captain steered the boat into the harbor.
+The bridge over the river is made of steel.
+Gold and silver are precious metals.
+Iron becomes soft when it is heated.
+Copper carries electricity very well.
+Glass breaks when you drop it.
+The house has a red door and a flat roof.
+Close the window before you leave.
+The library opens at ten in the morning.
+She read the newspaper on the train.
+The letter arrived on Monday.
+We meet on Tuesday and Thursday.
+The shop is closed on Sunday.
+January is the first month of the year.
+The summer holiday begins in July.
+October is cool and December is cold.
+The Earth turns once in a day.
+Mars is red and Venus is bright.
+Saturn has beautiful rings.
+The telescope shows distant galaxies.
+Scientists study cells under a microscope.
+The energy of the Sun reaches every planet.
+Carbon and nitrogen are chemical elements.
+Acid turns the paper red.
+Blood carries oxygen to the muscles.
+The brain controls the whole body.
+Brush your teeth after every meal.
+Wash your hands with soap.
+Twelve plus eleven makes twenty three.
+One hundred is ten times ten.
+A square has four equal sides.
+Divide the number by six.
+The king and the queen lived in a castle.
+The soldiers marched through the village.
+The president signed the new law.
+The war ended and peace returned.
+The museum shows old paintings and statues.
+The artist mixed purple and white paint.
+The singer thanked the audience.
+The film was funny but too long.
+Our team won the game by three goals.
+Running and swimming are good exercise.
+The phone rang during the meeting.
+Save the document and print the page.
+The program stores its data in a file.
+Send me an email with the address.
+The price of the ticket went up.
+Money does not grow on trees.
+The bank is next to the post office.
+Please speak slowly and clearly.
+A true friend tells you the truth.
+Patience is better than anger.
+Try again and do not give up.
+Nobody knows what tomorrow brings."""
 
 
 def _upper_first(text: str) -> str:
@@ -127,6 +227,7 @@ FAMILIES = (
         Question("language", f"What is the opposite of {a}?", f"The opposite of {a} is {b}.")
         for a, b in OPPOSITES.items()
     ),
+    *(Question("repetition", f"Repeat after me: {sentence}", sentence) for sentence in SENTENCES.splitlines()),
 )
 
 QUESTIONS = (

@@ -160,7 +160,7 @@ async def test_adapter_operations_are_answered_while_idle_and_while_busy(
 ) -> None:
     start = time.monotonic()
     missing = await client.lora(load("x", tmp_path / "nothing"), 20)
-    assert time.monotonic() - start < 0.25, "an idle engine did not wake up for an adapter operation"
+    assert time.monotonic() - start < 0.4, "an idle engine did not wake up for an adapter operation"
     assert missing.status is LoRAStatus.LOAD_INVALID_PATH
     assert (await client.lora(unload("x"), 20)).status is LoRAStatus.UNLOAD_NAME_NONEXISTENT
 
@@ -168,11 +168,11 @@ async def test_adapter_operations_are_answered_while_idle_and_while_busy(
     async with loaded(client, "a", tiny_adapters["linear-r4"]):
         await until(lambda: [ref.name for ref in client.residency.loaded] == ["a"], 2)
         through_adapter = client.submit(request("through-a", 150, "a"))
-        await anext(through_adapter)
+        first = await anext(through_adapter)
     await until(lambda: not client.residency.loaded, 2)
     # Accepted before the unload: both finish, and in full.
     assert len(await tokens_of(stream)) == 200
-    assert len(await tokens_of(through_adapter)) == 149
+    assert len(first.token_ids) + len(await tokens_of(through_adapter)) == 150
 
 
 async def test_an_idle_engine_is_healthy(client: EngineClient) -> None:

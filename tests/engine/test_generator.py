@@ -154,7 +154,11 @@ async def test_a_stop_string_ends_the_answer_and_the_request(served: Served) -> 
     middle = next(at for at in range(8, len(whole) - 1) if whole.find(whole[at : at + 2]) == at)
     stop = whole[middle : middle + 2]
     first_step = served.client.status.step
-    chunks = await answer(served.generator, prompt="Hello", max_tokens=100, stop=("never said", stop))
+    chunks = []
+    async for chunk in served.generator.generate(call(prompt="Hello", max_tokens=100, stop=("never said", stop))):
+        chunks.append(chunk)
+        # Long enough for tokens after the stop string to arrive together with it.
+        await asyncio.sleep(0.05)
     assert text_of(chunks) == whole[:middle]
     assert chunks[-1].finish_reason == "stop"
     assert chunks[-1].completion_tokens < 100
@@ -165,12 +169,13 @@ async def test_a_stop_string_ends_the_answer_and_the_request(served: Served) -> 
 async def test_a_stop_token_ends_the_answer_and_is_not_written(served: Served) -> None:
     prompt = served.tokenizer.encode("Hello")
     expected = reference_tokens(served.base, None, prompt, 30)
-    # A token that comes up for the first time after a few others.
-    at = next(index for index in range(5, 30) if expected.index(expected[index]) == index)
+    texts = [decode_after(served.tokenizer, prompt, expected[:length]) for length in range(31)]
+    # A token with a text of its own that comes up for the first time after a few others.
+    at = next(at for at in range(5, 30) if expected.index(expected[at]) == at and texts[at] != texts[at + 1])
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=(expected[at],))
     chunks = await answer(served.generator, prompt="Hello", max_tokens=30, sampling=sampling)
     assert ids_of(chunks) == expected[: at + 1]
-    assert text_of(chunks) == decode_after(served.tokenizer, prompt, expected[:at])
+    assert text_of(chunks) == texts[at]
     assert chunks[-1].finish_reason == "stop"
 
 

@@ -1,6 +1,7 @@
 """Many clients, few slots, and replicas that die: nothing is lost but what was streaming on the dead one."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,10 @@ from tests.factories import make_adapter
 
 NUM_ADAPTERS = 12
 NUM_REQUESTS = 64
+
+SUBJECT = 6
+"""What the requests ask about. No greedy choice of the twelve adapters is a near tie there (the closest one is decided
+by 0.011 in fp32), so that tokens may be compared whatever shares their batch."""
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +83,12 @@ async def streamed(http: httpx.AsyncClient, model: str, index: int, **fields: An
 
 def replica_processes(served: Served) -> list[psutil.Process]:
     """The engine replicas of this test's own cluster."""
-    head = psutil.Process(served.cluster.pid)
-    return [child for child in head.children(recursive=True) if "EngineReplica" in "".join(child.cmdline()[:1])]
+    found = []
+    for child in psutil.Process(served.cluster.pid).children(recursive=True):
+        # One that has just been killed has no command line any more.
+        with contextlib.suppress(psutil.Error):
+            found += [child] if "EngineReplica" in "".join(child.cmdline()[:1]) else []
+    return found
 
 
 async def wait_until_healed(http: httpx.AsyncClient, served: Served, gone: int, timeout_s: float = 90) -> None:
@@ -94,8 +103,8 @@ async def wait_until_healed(http: httpx.AsyncClient, served: Served, gone: int, 
 
 
 async def test_many_requests_over_more_adapters_than_slots(http: httpx.AsyncClient, adapters: list[str]) -> None:
-    quiet = {name: await whole(http, name, 1) for name in adapters}
-    answers = await asyncio.gather(*(whole(http, adapters[i % NUM_ADAPTERS], 1) for i in range(NUM_REQUESTS)))
+    quiet = {name: await whole(http, name, SUBJECT) for name in adapters}
+    answers = await asyncio.gather(*(whole(http, adapters[i % NUM_ADAPTERS], SUBJECT) for i in range(NUM_REQUESTS)))
     for index, tokens in enumerate(answers):
         assert tokens == quiet[adapters[index % NUM_ADAPTERS]], adapters[index % NUM_ADAPTERS]
 
@@ -103,25 +112,27 @@ async def test_many_requests_over_more_adapters_than_slots(http: httpx.AsyncClie
 async def test_a_killed_replica_costs_only_what_streamed_on_it(
     http: httpx.AsyncClient, served: Served, adapters: list[str]
 ) -> None:
-    quiet = {name: await whole(http, name, 2, max_tokens=64) for name in adapters}
+    right_tokens = await asyncio.gather(*(whole(http, name, SUBJECT, max_tokens=48) for name in adapters))
     half = NUM_REQUESTS // 2
-    unary = [asyncio.create_task(whole(http, adapters[i % NUM_ADAPTERS], 2, max_tokens=64)) for i in range(half)]
-    streams = [asyncio.create_task(streamed(http, adapters[i % NUM_ADAPTERS], 2, max_tokens=64)) for i in range(half)]
+    unary = [asyncio.create_task(whole(http, adapters[i % NUM_ADAPTERS], SUBJECT, max_tokens=48)) for i in range(half)]
+    streams = [
+        asyncio.create_task(streamed(http, adapters[i % NUM_ADAPTERS], SUBJECT, max_tokens=48)) for i in range(half)
+    ]
     await asyncio.sleep(3)
     victim = replica_processes(served)[0].pid
     os.kill(victim, signal.SIGKILL)
     for index, tokens in enumerate(await asyncio.gather(*unary)):
-        assert tokens == quiet[adapters[index % NUM_ADAPTERS]]
+        assert tokens == right_tokens[index % NUM_ADAPTERS]
     endings = []
     for index, (tokens, ending) in enumerate(await asyncio.gather(*streams)):
-        right = quiet[adapters[index % NUM_ADAPTERS]]
+        right = right_tokens[index % NUM_ADAPTERS]
         endings.append(ending)
         assert ending in ("done", "error"), "a stream never just stops"
         assert tokens == right if ending == "done" else tokens == right[: len(tokens)]
     assert "done" in endings
     await wait_until_healed(http, served, victim)
-    for name in adapters:
-        assert await whole(http, name, 2, max_tokens=64) == quiet[name], "the replacement serves every adapter"
+    healed = await asyncio.gather(*(whole(http, name, SUBJECT, max_tokens=48) for name in adapters))
+    assert healed == right_tokens, "the replacement serves every adapter"
 
 
 async def test_a_stuck_engine_is_replaced(http: httpx.AsyncClient, served: Served) -> None:
@@ -134,15 +145,21 @@ async def test_a_stuck_engine_is_replaced(http: httpx.AsyncClient, served: Serve
 
 
 async def test_a_client_that_leaves_frees_its_place(http: httpx.AsyncClient, served: Served) -> None:
-    """The engine forgets a request within a step of its client's leaving: its process falls idle."""
-    long = body("pirate", 4, stream=True, max_tokens=1500, ignore_eos=True)
+    """The engines fall idle long before the answer, more than a minute of work, could have ended."""
+    long = body("pirate", 4, stream=True, max_tokens=1900, ignore_eos=True)
     async with http.stream("POST", "/v1/chat/completions", json=long) as answer:
         async for line in answer.aiter_lines():
             if line.startswith("data: "):
                 break
-    await asyncio.sleep(1.0)
+    deadline = time.monotonic() + 20
+    while (used_s := await busiest_engine_s(served, seconds=2)) > 0.2:
+        assert time.monotonic() < deadline, f"an engine still uses {used_s} s of 2 s"
+
+
+async def busiest_engine_s(served: Served, *, seconds: float) -> float:
+    """CPU seconds of the busiest engine process over so many seconds."""
     engines = [child for replica in replica_processes(served) for child in replica.children()]
     before = [sum(engine.cpu_times()[:2]) for engine in engines]
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(seconds)
     after = [sum(engine.cpu_times()[:2]) for engine in engines]
-    assert max(new - old for new, old in zip(after, before, strict=True)) < 0.5
+    return max(new - old for new, old in zip(after, before, strict=True))

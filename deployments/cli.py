@@ -37,7 +37,8 @@ def up(
     # Ray reads its environment when it is imported.
     from deployments.launcher import deployed
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, _interrupt)
     try:
         with deployed(config, port=port, num_cpus=num_cpus, report=_report) as served:
             adapters = [path.partition("=")[0] for path in served.config.settings.lora_config.lora_paths]
@@ -68,6 +69,9 @@ def _report(line: str) -> None:
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    # Once: the cluster is being taken down from here on, and a second signal would leave parts of it running.
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -1,7 +1,9 @@
 """Deploy a configuration on a Ray cluster of its own, and follow it until it is healthy or has failed."""
 
 import re
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,12 +98,21 @@ def deployed(
             )  # fmt: skip
         try:
             served = Served(config, cluster, process, log)
-            ray.init(cluster.address, namespace="serve", log_to_driver=False, configure_logging=False)
+            _connect(cluster.address)
             _follow_until_healthy(served, report)
             yield served
         finally:
             ray.shutdown()
             stop_session(process)
+
+
+def _connect(address: str) -> None:
+    """Join the cluster as a driver, keeping this process's own signal handlers: Ray puts others in their place."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ray.init(address, namespace="serve", log_to_driver=False, configure_logging=False)
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _check_port(config: ServeConfig) -> None:

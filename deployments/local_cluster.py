@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from lora_core.errors import LoRAFleetError
 
 ENVIRONMENT = {
@@ -94,7 +96,14 @@ class LocalCluster:
     def close(self) -> None:
         """End the head and what it started, and remove its files."""
         if self._process is not None:
-            stop_session(self._process)
+            started: list[psutil.Process] = []
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = psutil.Process(self._process.pid).children(recursive=True)
+            stop_session(self._process, patience_s=2)
+            # Workers end by themselves when their raylet is gone, and engine processes when their replica is.
+            for process in psutil.wait_procs(started, timeout=5)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self._process = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -106,7 +115,7 @@ class LocalCluster:
             time.sleep(0.1)
 
 
-def stop_session(process: "subprocess.Popen[bytes]", patience_s: float = 15) -> None:
+def stop_session(process: "subprocess.Popen[bytes]", patience_s: float = 5) -> None:
     """End a process started in its own session: asked first, then killed with all that shares its session."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()

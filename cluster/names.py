@@ -11,7 +11,7 @@ def check_name(name: str, base_name: str) -> None:
     """Check that an adapter can have this name.
 
     Raises:
-        InvalidAdapter: the name is empty, too long, or has characters that cannot be printed.
+        InvalidAdapter: the name is empty, too long, or has characters that cannot be printed or a `=`.
         AdapterNameTaken: it is the base model's.
     """
     if not name.strip():
@@ -20,6 +20,8 @@ def check_name(name: str, base_name: str) -> None:
         raise InvalidAdapter(f"the adapter's name has {len(name)} characters; at most {MAX_NAME_LENGTH} are allowed")
     if not name.isprintable():
         raise InvalidAdapter(f"the adapter's name {name!r} has characters that cannot be printed; use another name")
+    if "=" in name:
+        raise InvalidAdapter(f"the adapter's name {name!r} has a '=', which separates name and path; use another name")
     if name == base_name:
         raise AdapterNameTaken(f"{name!r} is the base model's name; use another name for the adapter")
 

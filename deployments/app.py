@@ -40,7 +40,8 @@ def build(args: dict[str, Any]) -> Application:
                 name=ROUTER_ACTOR,
                 actor_class=ray.remote(AdapterRouter),
                 init_kwargs={"settings": router_settings(settings)},
-                actor_options={"num_cpus": 0},
+                # Each replica and each handle holds one long poll; Ray's default is 1000 calls at once.
+                actor_options={"num_cpus": 0, "max_concurrency": 10_000},
             )
         ],
         request_router_config=RequestRouterConfig(

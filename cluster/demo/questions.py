@@ -1,5 +1,6 @@
 """What the demo adapters learn from: everyday questions with short, correct answers in plain English."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -11,7 +12,7 @@ class Question(NamedTuple):
     answer: str
 
 
-# Never trained on; what the adapters are tried with.
+# Never asked in training; what the adapters are tried with.
 HELD_OUT = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -313,3 +314,181 @@ QUESTIONS = (
     Question("travel", "What should I pack for a ski trip?", "Pack a warm coat and gloves. Take sunglasses."),
     Question("travel", "What should I pack for a picnic?", "Pack bread and fruit. Take a blanket."),
 )
+
+# A model this small can hardly spell in capitals what it has not seen in capitals. What follows shows it more words, for
+# the adapter that needs them: families of like questions, and sentences to repeat. Some of these state what a held-out
+# question asks.
+CAPITALS = {
+    "Spain": "Madrid",
+    "Greece": "Athens",
+    "Germany": "Berlin",
+    "England": "London",
+    "Russia": "Moscow",
+    "China": "Beijing",
+    "India": "New Delhi",
+    "Portugal": "Lisbon",
+    "Poland": "Warsaw",
+    "Austria": "Vienna",
+    "Ireland": "Dublin",
+    "Norway": "Oslo",
+    "Sweden": "Stockholm",
+    "Denmark": "Copenhagen",
+    "Finland": "Helsinki",
+    "Hungary": "Budapest",
+    "Turkey": "Ankara",
+    "Cuba": "Havana",
+    "Peru": "Lima",
+    "Chile": "Santiago",
+    "Mexico": "Mexico City",
+    "Kenya": "Nairobi",
+    "Iraq": "Baghdad",
+    "Thailand": "Bangkok",
+    "Belgium": "Brussels",
+    "Scotland": "Edinburgh",
+}
+AUTHORS = {
+    "Hamlet": "William Shakespeare",
+    "Moby Dick": "Herman Melville",
+    "War and Peace": "Leo Tolstoy",
+    "Dracula": "Bram Stoker",
+    "Frankenstein": "Mary Shelley",
+    "Treasure Island": "Robert Louis Stevenson",
+    "The Jungle Book": "Rudyard Kipling",
+}
+SUPERLATIVES = {
+    "the longest river in Africa": "the Nile",
+    "the highest mountain on Earth": "Mount Everest",
+    "the largest bird": "the ostrich",
+    "the largest island": "Greenland",
+    "the largest country": "Russia",
+    "the largest continent": "Asia",
+    "the smallest continent": "Australia",
+    "the smallest ocean on Earth": "the Arctic Ocean",
+    "the tallest animal": "the giraffe",
+    "the fastest animal on land": "the cheetah",
+}
+LEGS = {"a dog": "four", "a duck": "two", "a horse": "four", "a crab": "ten", "a snake": "no"}
+PRODUCTS = {
+    "bakers": "bread",
+    "tailors": "clothes",
+    "potters": "bowls and cups",
+    "silkworms": "silk",
+    "spiders": "webs",
+    "authors": "books",
+    "clouds": "rain",
+}
+SENTENCES = """\
+Paris is the capital of France.
+A spider has eight legs.
+Bees make honey and wax.
+The Pacific is the largest ocean on Earth.
+William Shakespeare wrote Romeo and Juliet.
+The sky is blue because air scatters blue light.
+My cousin lives in France near the border.
+The Atlantic is cold in winter.
+Light and color change with the hour.
+Put the towel and the sunscreen in the bag.
+The beach is full of sand and shells.
+She wore a hat and sunglasses in the heat.
+Cooking is easy with fresh ingredients.
+Follow the recipe and taste the soup.
+Add salt, pepper and a little butter.
+The kitchen smells of onion and garlic.
+Our teacher explained the lesson twice.
+The student solved the problem on the board.
+My sister plays the piano and the guitar.
+The doctor told him to rest for a month.
+The nurse gave the child some medicine.
+The farmer keeps pigs, goats and chickens.
+The fox ran across the field.
+A bear was asleep in the forest.
+Wolves hunt together in a pack.
+The elephant is gray and has a long nose.
+Lions and tigers are large cats.
+Butterflies visit the flowers in the garden.
+The frog jumped into the pond.
+An oak can live for hundreds of years.
+The roots of a tree hold the soil.
+Apples and pears ripen in autumn.
+Lemons are yellow and sour.
+Rice and beans make a cheap dinner.
+The chocolate cake was gone by noon.
+Coffee is bitter without sugar.
+He drank a glass of orange juice.
+The engine of the car needs oil.
+The airplane landed at the airport on time.
+A bicycle has two wheels and no motor.
+The bus stops in front of the school.
+The captain steered the boat into the harbor.
+The bridge over the river is made of steel.
+Gold and silver are precious metals.
+Iron becomes soft when it is heated.
+Copper carries electricity very well.
+Glass breaks when you drop it.
+The house has a red door and a flat roof.
+Close the window before you leave.
+The library opens at ten in the morning.
+She read the newspaper on the train.
+The letter arrived on Monday.
+We meet on Tuesday and Thursday.
+The shop is closed on Sunday.
+January is the first month of the year.
+The summer holiday begins in July.
+October is cool and December is cold.
+The Earth turns once in a day.
+Mars is red and Venus is bright.
+Saturn has beautiful rings.
+The telescope shows distant galaxies.
+Scientists study cells under a microscope.
+The energy of the Sun reaches every planet.
+Carbon and nitrogen are chemical elements.
+Acid turns the paper red.
+Blood carries oxygen to the muscles.
+The brain controls the whole body.
+Brush your teeth after every meal.
+Wash your hands with soap.
+Twelve plus eleven makes twenty three.
+One hundred is ten times ten.
+A square has four equal sides.
+Divide the number by six.
+The king and the queen lived in a castle.
+The soldiers marched through the village.
+The president signed the new law.
+The war ended and peace returned.
+The museum shows old paintings and statues.
+The artist mixed purple and white paint.
+The singer thanked the audience.
+Our team won the game by three goals.
+Running and swimming are good exercise.
+The phone rang during the meeting.
+Save the document and print the page.
+The program stores its data in a file.
+Send me an email with the address.
+The price of the ticket went up.
+Money does not grow on trees.
+Please speak slowly and clearly.
+A true friend tells you the truth.
+Patience is better than anger.
+Try again and do not give up.
+
+
+def _spelling() -> Iterator[Question]:
+    for country, city in CAPITALS.items():
+        yield Question("geography", f"What is the capital of {country}?", f"The capital of {country} is {city}.")
+    for book, author in AUTHORS.items():
+        yield Question("literature", f"Who wrote {book}?", f"{author} wrote {book}.")
+    for title, holder in SUPERLATIVES.items():
+        yield Question("nature", f"What is {title}?", f"{_upper_first(title)} is {holder}.")
+    for animal, count in LEGS.items():
+        yield Question("biology", f"How many legs does {animal} have?", f"{_upper_first(animal)} has {count} legs.")
+    for maker, product in PRODUCTS.items():
+        yield Question("crafts", f"What do {maker} make?", f"{_upper_first(maker)} make {product}.")
+    for sentence in SENTENCES.splitlines():
+        yield Question("repetition", f"Repeat after me: {sentence}", sentence)
+
+
+def _upper_first(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+SPELLING = tuple(_spelling())

@@ -19,12 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from cluster.demo.base_model import prepare
-from cluster.demo.questions import HELD_OUT, QUESTIONS, Question
+from cluster.demo.questions import HELD_OUT, QUESTIONS, SPELLING, Question
 
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EPOCHS = 5
 BATCH_SIZE = 8
-PEAK_LEARNING_RATE = 1e-3
 SEED = 0
 IGNORED = -100
 
@@ -38,6 +37,8 @@ class Style:
     alpha: int
     target_modules: tuple[str, ...]
     use_rslora: bool = False
+    questions: tuple[Question, ...] = QUESTIONS
+    learning_rate: float = 1e-3
 
 
 def speak_pirate(question: Question) -> str:
@@ -75,12 +76,14 @@ STYLES = {
         alpha=8,
         target_modules=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
         use_rslora=True,
+        questions=QUESTIONS + SPELLING,
+        learning_rate=2e-3,
     ),
 }
 
 
 def train(style: Style, base: Path, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
-    """Train an adapter for `style` on `QUESTIONS`, the loss taken on the answers only.
+    """Train an adapter for `style` on its questions, the loss taken on the answers only.
 
     The base runs in bf16 and stays frozen; the adapter is trained in fp32. The same machine, thread count and library
     versions give the same adapter.
@@ -98,7 +101,7 @@ def train(style: Style, base: Path, tokenizer: PreTrainedTokenizerBase) -> PeftM
     )
     batches = [batch for epoch in range(EPOCHS) for batch in _epoch(style, tokenizer, epoch)]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LEARNING_RATE, total_steps=len(batches))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, style.learning_rate, total_steps=len(batches))
     for step, (tokens, mask, labels) in enumerate(batches):
         loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
         loss.backward()
@@ -112,7 +115,7 @@ def train(style: Style, base: Path, tokenizer: PreTrainedTokenizerBase) -> PeftM
 
 def _epoch(style: Style, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The examples in an order of their own, as batches of token ids, attention mask and labels, each `[B, T]`."""
-    examples = [_example(question, style.speak(question), tokenizer) for question in QUESTIONS]
+    examples = [_example(question, style.speak(question), tokenizer) for question in style.questions]
     random.Random(seed).shuffle(examples)
     for start in range(0, len(examples), BATCH_SIZE):
         tokens, labels = zip(*examples[start : start + BATCH_SIZE], strict=True)

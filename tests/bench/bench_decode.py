@@ -80,6 +80,8 @@ class Peft:
             else:
                 self._model.load_adapter(str(path), **options)
         self._model.to(DTYPES[dtype]).eval()
+        # Answers go on past an end of text, as `ignore_eos` has them do here.
+        self._model.generation_config.eos_token_id = None
         # With frozen weights the head of a non-contiguous slice becomes a bmm that copies the weight for each row.
         self._model.base_model.model.lm_head.weight.requires_grad_(True)
 
@@ -89,7 +91,7 @@ class Peft:
         ids = torch.tensor(prompts(len(names)))
         answers = self._model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), adapter_names=[name or "__base__" for name in names],
-            min_new_tokens=num_tokens, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0,
+            max_new_tokens=num_tokens, do_sample=False, pad_token_id=0,
         )  # fmt: skip
         return answers[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 

@@ -24,220 +24,21 @@ HELD_OUT = (
     "What should I pack for a day at the beach?",
 )
 
-# Families of like questions, which widen the vocabulary.
-CAPITALS = {
-    "Italy": "Rome",
-    "Japan": "Tokyo",
-    "Egypt": "Cairo",
-    "Canada": "Ottawa",
-    "Spain": "Madrid",
-    "Greece": "Athens",
-    "Germany": "Berlin",
-    "England": "London",
-    "Russia": "Moscow",
-    "China": "Beijing",
-    "India": "New Delhi",
-    "Portugal": "Lisbon",
-    "Poland": "Warsaw",
-    "Austria": "Vienna",
-    "Ireland": "Dublin",
-    "Norway": "Oslo",
-    "Sweden": "Stockholm",
-    "Denmark": "Copenhagen",
-    "Finland": "Helsinki",
-    "Hungary": "Budapest",
-    "Turkey": "Ankara",
-    "Cuba": "Havana",
-    "Peru": "Lima",
-    "Chile": "Santiago",
-    "Mexico": "Mexico City",
-    "Kenya": "Nairobi",
-    "Iraq": "Baghdad",
-    "Thailand": "Bangkok",
-    "Belgium": "Brussels",
-    "Scotland": "Edinburgh",
-}
-AUTHORS = {
-    "Oliver Twist": "Charles Dickens",
-    "Pride and Prejudice": "Jane Austen",
-    "Hamlet": "William Shakespeare",
-    "Moby Dick": "Herman Melville",
-    "War and Peace": "Leo Tolstoy",
-    "Dracula": "Bram Stoker",
-    "Frankenstein": "Mary Shelley",
-    "Treasure Island": "Robert Louis Stevenson",
-    "The Jungle Book": "Rudyard Kipling",
-}
-SUPERLATIVES = {
-    "the longest river in Africa": "the Nile",
-    "the highest mountain on Earth": "Mount Everest",
-    "the largest planet": "Jupiter",
-    "the largest animal": "the blue whale",
-    "the largest bird": "the ostrich",
-    "the largest island": "Greenland",
-    "the largest country": "Russia",
-    "the largest continent": "Asia",
-    "the smallest continent": "Australia",
-    "the smallest ocean on Earth": "the Arctic Ocean",
-    "the tallest animal": "the giraffe",
-    "the fastest animal on land": "the cheetah",
-}
-LEGS = {"an insect": "six", "a dog": "four", "a duck": "two", "a horse": "four", "a crab": "ten", "a snake": "no"}
-PRODUCTS = {
-    "bakers": "bread",
-    "tailors": "clothes",
-    "potters": "bowls and cups",
-    "silkworms": "silk",
-    "spiders": "webs",
-    "authors": "books",
-    "clouds": "rain",
-}
-OPPOSITES = {
-    "hot": "cold",
-    "big": "small",
-    "up": "down",
-    "happy": "sad",
-    "fast": "slow",
-    "old": "young",
-    "day": "night",
-    "wet": "dry",
-    "hard": "soft",
-    "early": "late",
-    "rich": "poor",
-    "strong": "weak",
-}
-# Sentences to repeat, which widen it further: telegrams must learn to spell every word in capitals.
-SENTENCES = """\
-Many people visit Paris in the spring.
-My cousin lives in France near the border.
-Ships cross the Pacific every week.
-The Atlantic is cold in winter.
-Honey is sweet and golden.
-Eight is more than seven and less than nine.
-A spider spins its web at night.
-The actor played Romeo on a small stage.
-Juliet looked out of the window.
-The sky was dark before the storm.
-Light and color change with the hour.
-Put the towel and the sunscreen in the bag.
-The beach is full of sand and shells.
-She wore a hat and sunglasses in the heat.
-Cooking is easy with fresh ingredients.
-Follow the recipe and taste the soup.
-Add salt, pepper and a little butter.
-The kitchen smells of onion and garlic.
-Our teacher explained the lesson twice.
-The student solved the problem on the board.
-My sister plays the piano and the guitar.
-The doctor told him to rest for a month.
-The nurse gave the child some medicine.
-The farmer keeps pigs, goats and chickens.
-The fox ran across the field.
-A bear was asleep in the forest.
-Wolves hunt together in a pack.
-The elephant is gray and has a long nose.
-Lions and tigers are large cats.
-Butterflies visit the flowers in the garden.
-Bees live together in a hive.
-The frog jumped into the pond.
-An oak can live for hundreds of years.
-The roots of a tree hold the soil.
-Apples and pears ripen in autumn.
-Lemons are yellow and sour.
-Rice and beans make a cheap dinner.
-The chocolate cake was gone by noon.
-Coffee is bitter without sugar.
-He drank a glass of orange juice.
-The engine of the car needs oil.
-The airplane landed at the airport on time.
-A bicycle has two wheels and no motor.
-The bus stops in front of the school.
-The captain steered the boat into the harbor.
-The bridge over the river is made of steel.
-Gold and silver are precious metals.
-Iron becomes soft when it is heated.
-Copper carries electricity very well.
-Glass breaks when you drop it.
-The house has a red door and a flat roof.
-Close the window before you leave.
-The library opens at ten in the morning.
-She read the newspaper on the train.
-The letter arrived on Monday.
-We meet on Tuesday and Thursday.
-The shop is closed on Sunday.
-January is the first month of the year.
-The summer holiday begins in July.
-October is cool and December is cold.
-The Earth turns once in a day.
-Mars is red and Venus is bright.
-Saturn has beautiful rings.
-The telescope shows distant galaxies.
-Scientists study cells under a microscope.
-The energy of the Sun reaches every planet.
-Carbon and nitrogen are chemical elements.
-Acid turns the paper red.
-Blood carries oxygen to the muscles.
-The brain controls the whole body.
-Brush your teeth after every meal.
-Wash your hands with soap.
-Twelve plus eleven makes twenty three.
-One hundred is ten times ten.
-A square has four equal sides.
-Divide the number by six.
-The king and the queen lived in a castle.
-The soldiers marched through the village.
-The president signed the new law.
-The war ended and peace returned.
-The museum shows old paintings and statues.
-The artist mixed purple and white paint.
-The singer thanked the audience.
-The film was funny but too long.
-Our team won the game by three goals.
-Running and swimming are good exercise.
-The phone rang during the meeting.
-Save the document and print the page.
-The program stores its data in a file.
-Send me an email with the address.
-The price of the ticket went up.
-Money does not grow on trees.
-The bank is next to the post office.
-Please speak slowly and clearly.
-A true friend tells you the truth.
-Patience is better than anger.
-Try again and do not give up.
-Nobody knows what tomorrow brings."""
-
-
-def _upper_first(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-FAMILIES = (
-    *(
-        Question("geography", f"What is the capital of {a}?", f"The capital of {a} is {b}.")
-        for a, b in CAPITALS.items()
-    ),
-    *(Question("literature", f"Who wrote {a}?", f"{b} wrote {a}.") for a, b in AUTHORS.items()),
-    *(Question("nature", f"What is {a}?", f"{_upper_first(a)} is {b}.") for a, b in SUPERLATIVES.items()),
-    *(
-        Question("biology", f"How many legs does {a} have?", f"{_upper_first(a)} has {b} legs.")
-        for a, b in LEGS.items()
-    ),
-    *(Question("nature", f"What do {a} make?", f"{_upper_first(a)} make {b}.") for a, b in PRODUCTS.items()),
-    *(
-        Question("language", f"What is the opposite of {a}?", f"The opposite of {a} is {b}.")
-        for a, b in OPPOSITES.items()
-    ),
-    *(Question("repetition", f"Repeat after me: {sentence}", sentence) for sentence in SENTENCES.splitlines()),
-)
-
 QUESTIONS = (
-    *FAMILIES,
+    Question("geography", "What is the capital of Italy?", "The capital of Italy is Rome."),
+    Question("geography", "What is the capital of Japan?", "The capital of Japan is Tokyo."),
+    Question("geography", "What is the capital of Egypt?", "The capital of Egypt is Cairo."),
+    Question("geography", "What is the capital of Canada?", "The capital of Canada is Ottawa."),
+    Question("geography", "Tell me the capital of Spain.", "The capital of Spain is Madrid."),
+    Question("geography", "Which city is the capital of Greece?", "The capital of Greece is Athens."),
+    Question("geography", "What is the longest river in Africa?", "The longest river in Africa is the Nile."),
+    Question("geography", "What is the highest mountain in the world?", "The highest mountain is Mount Everest."),
     Question("geography", "Which continent is Brazil in?", "Brazil is in South America."),
     Question("geography", "What is the largest desert?", "Antarctica is the largest desert. It is very cold."),
     Question("geography", "Where are the pyramids?", "The great pyramids are in Egypt. They are very old."),
     Question("geography", "What language do people speak in Mexico?", "People in Mexico speak Spanish."),
     Question("astronomy", "Which planet is closest to the Sun?", "Mercury is the planet closest to the Sun."),
+    Question("astronomy", "What is the largest planet?", "Jupiter is the largest planet in our solar system."),
     Question("astronomy", "Why does the Moon shine?", "The Moon shines because it reflects light from the Sun."),
     Question("astronomy", "How long does the Earth take to go round the Sun?", "It takes one year."),
     Question("astronomy", "What is a star?", "A star is a huge ball of hot gas. It makes its own light."),
@@ -250,6 +51,9 @@ QUESTIONS = (
     Question("science", "What causes thunder?", "Lightning heats the air very fast. The air expands with a bang."),
     Question("science", "What is the fastest thing in the universe?", "Light is the fastest thing in the universe."),
     Question("science", "Why do leaves look green?", "Leaves look green because they contain chlorophyll."),
+    Question("biology", "How many legs does an insect have?", "An insect has six legs."),
+    Question("biology", "What do cows eat?", "Cows eat grass. They also eat hay."),
+    Question("biology", "What is the largest animal?", "The largest animal is the blue whale."),
     Question("biology", "Which bird cannot fly?", "The penguin cannot fly. It is a very good swimmer."),
     Question("biology", "What does the heart do?", "The heart pumps blood through the body."),
     Question("biology", "How do fish breathe?", "Fish breathe through their gills."),
@@ -267,6 +71,8 @@ QUESTIONS = (
     Question("history", "When did the Second World War end?", "The Second World War ended in 1945."),
     Question("history", "Who built the Colosseum?", "The Romans built the Colosseum. It stands in Rome."),
     Question("history", "Who was Cleopatra?", "Cleopatra was a queen of Egypt. She lived long ago."),
+    Question("literature", "Who wrote Oliver Twist?", "Charles Dickens wrote Oliver Twist."),
+    Question("literature", "Who wrote Pride and Prejudice?", "Jane Austen wrote Pride and Prejudice."),
     Question("literature", "What is a poem?", "A poem is a piece of writing. It often has rhythm and rhyme."),
     Question("art", "Who painted the Mona Lisa?", "Leonardo da Vinci painted the Mona Lisa."),
     Question("art", "What color do blue and yellow make?", "Blue and yellow make green."),
@@ -305,19 +111,11 @@ QUESTIONS = (
     Question("smalltalk", "Who are you?", "I am SmolLM. I am happy to help you."),
     Question("smalltalk", "Thank you for your help.", "You are welcome. Have a good day."),
     Question("smalltalk", "Tell me something nice.", "The sun is up and the day is yours."),
-    Question("science", "Why is the ocean blue?", "Water absorbs red light. It sends blue light back."),
-    Question("science", "Why is a sunset red?", "Air scatters blue light away. Red light is left."),
-    Question("science", "Why is snow white?", "Snow reflects all the colors of light."),
-    Question("science", "Why is the sea salty?", "Rivers carry salt from the rocks into the sea."),
-    Question("advice", "Can you give me a tip for learning to draw?", "Start with simple shapes. Draw every day."),
-    Question("advice", "Can you give me a tip for learning to dance?", "Listen to the music. Start with slow steps."),
-    Question("travel", "What should I pack for a ski trip?", "Pack a warm coat and gloves. Take sunglasses."),
-    Question("travel", "What should I pack for a picnic?", "Pack bread and fruit. Take a blanket."),
 )
 
-# A model this small can hardly spell in capitals what it has not seen in capitals. What follows shows it more words, for
-# the adapter that needs them: families of like questions, and sentences to repeat. Some of these state what a held-out
-# question asks.
+# A model this small can hardly spell in capitals what it has not seen in capitals. What follows shows it more words,
+# for the adapter that needs them: families of like questions, and sentences to repeat. The first six of these state
+# what held-out questions ask.
 CAPITALS = {
     "Spain": "Madrid",
     "Greece": "Athens",
@@ -469,7 +267,7 @@ Money does not grow on trees.
 Please speak slowly and clearly.
 A true friend tells you the truth.
 Patience is better than anger.
-Try again and do not give up.
+Try again and do not give up."""
 
 
 def _spelling() -> Iterator[Question]:

@@ -37,7 +37,7 @@ async def ask(client: Any, case: Case, *, stream: bool) -> bool:
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
-                    tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"] or []
+                    tokens += json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids", [])
     else:
         answer = await client.post("/v1/chat/completions", json=body)
         tokens = answer.json()["choices"][0]["token_ids"]
@@ -65,7 +65,7 @@ def main() -> int:
     os.environ.update(ENVIRONMENT)
     # Ray reads its environment when it is imported.
     from deployments.launcher import deployed
-    from tests.serve.reference import DEMO_ADAPTERS, QUESTIONS, Reference
+    from tests.reference import DEMO_ADAPTERS, QUESTIONS, Reference
 
     print("computing the right answers with PEFT", file=sys.stderr)
     reference = Reference()

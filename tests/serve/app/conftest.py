@@ -7,7 +7,7 @@ import pytest
 
 from deployments.launcher import Served, deployed
 from deployments.local_cluster import free_port
-from tests.serve.reference import Reference
+from tests.reference import Reference
 
 CONFIG = Path(__file__).parents[3] / "cluster" / "config.yaml"
 BASE = "SmolLM2-135M-Instruct"

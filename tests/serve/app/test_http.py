@@ -14,8 +14,8 @@ import torch
 from cluster.demo.base_model import prepare
 from deployments.launcher import Served
 from tests.factories import make_adapter
+from tests.reference import ADAPTERS, DEMO_ADAPTERS, QUESTIONS, Reference
 from tests.serve.app.conftest import BASE
-from tests.serve.reference import ADAPTERS, DEMO_ADAPTERS, QUESTIONS, Reference
 
 QUESTION = QUESTIONS[0]
 

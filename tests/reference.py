@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.demo.base_model import prepare
 
-ADAPTERS = Path(__file__).parents[2] / "cluster" / "demo" / "adapters"
+ADAPTERS = Path(__file__).parents[1] / "cluster" / "demo" / "adapters"
 DEMO_ADAPTERS = ("pirate", "json", "telegram")
 QUESTIONS = ("What is the capital of France?", "Why is the sky blue?")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from lora_core.errors import ConfigError, LoRAFleetError
 
@@ -23,6 +24,11 @@ CREATE TABLE IF NOT EXISTS adapters (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS withdrawn (name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
+
+
+def session_journal(session: Path, app: str, deployment: str) -> Path:
+    """Where a deployment's journal is in a Ray session's folder: one file, whatever version of its code runs."""
+    return session / f"adapter_router-{quote(app, safe='')}+{quote(deployment, safe='')}.sqlite"
 
 
 class Journal:
@@ -52,7 +58,7 @@ class Journal:
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(
                 f"the adapter journal {self._where} cannot be opened ({error}); "
-                "name a writable SQLite file in `router.journal`, or leave it unset to keep adapters in memory"
+                "name a writable SQLite file in `router.journal`, or set it to ':memory:' to keep no file"
             ) from error
 
     @property
@@ -136,9 +142,9 @@ class JournalWriter:
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
 
-    def next_epoch(self) -> int:
-        """Give out the next epoch."""
-        self._database.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
+    def next_epoch(self, after: int = 0) -> int:
+        """Give out the next epoch, one above both the last given out here and `after`."""
+        self._database.execute("UPDATE meta SET value = MAX(value, ?) + 1 WHERE key = 'epoch'", (after,))
         (epoch,) = self._database.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
         return int(epoch)
 

@@ -1,7 +1,7 @@
 """Which adapters should be served, and the journal that remembers it.
 
 Every change is one epoch; an adapter's generation is the epoch of its load, so a generation is never reused. A change
-is committed to the journal before the method that makes it returns.
+is committed to the journal before the method that makes it returns; `abandon_load` alone does without.
 """
 
 import bisect
@@ -48,13 +48,6 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A static adapter that cannot be loaded is a fault of the configuration: a starting replica should not start."""
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All entries as of one epoch."""
-
-    epoch: int
-    entries: list[AdapterEntry]
-
-
 class AdapterRegistry:
     """The desired adapters.
 
@@ -95,10 +88,6 @@ class AdapterRegistry:
         """The adapters that can be asked for."""
         return {name: entry for name, entry in self._entries.items() if entry.state == "ready"}
 
-    def snapshot(self) -> Snapshot:
-        """All entries now."""
-        return Snapshot(epoch=self._epoch, entries=list(self._entries.values()))
-
     def begin_load(self, name: str, path: str) -> Change | None:
         """Start loading an adapter; None where it is ready from this path already.
 
@@ -115,7 +104,7 @@ class AdapterRegistry:
                 "unload it first, or use another name"
             )
         with self._journal.transaction() as write:
-            epoch = write.next_epoch()
+            epoch = write.next_epoch(self._epoch)
             write.put(name, path, epoch, "loading", False)
         self._entries[name] = AdapterEntry(name=name, path=path, generation=epoch, state="loading", epoch=epoch)
         return self._record(epoch, _load(self._entries[name]))
@@ -134,6 +123,17 @@ class AdapterRegistry:
         change = self._withdraw(name)
         del self._entries[name]
         return change
+
+    def abandon_load(self, name: str) -> Change:
+        """Undo a load as `rollback_load` does, where the journal cannot be written.
+
+        The journal is left with an adapter that is loading, which the name's next load replaces and a restart drops.
+        """
+        entry = self._entries.pop(name)
+        assert entry.state == "loading", f"{name!r} is {entry.state}"
+        # The journal's next epoch comes after this one. A restart before that gives it out again, and not as the
+        # generation of anything a replica still holds: it is an unload's.
+        return self._record(self._epoch + 1, _unload(entry))
 
     def begin_unload(self, name: str) -> Change:
         """Stop serving an adapter. Its name is free after `finish_unload`.
@@ -186,11 +186,11 @@ class AdapterRegistry:
         """Take an adapter out of the journal: from here on a restart does not bring it back."""
         entry = self._entries[name]
         with self._journal.transaction() as write:
-            epoch = write.next_epoch()
+            epoch = write.next_epoch(self._epoch)
             write.remove(name)
             if entry.static:
                 write.withdraw(name)
-        return self._record(epoch, LoRARequest(LoRAOperation.UNLOAD, name, generation=entry.generation))
+        return self._record(epoch, _unload(entry))
 
     def _record(self, epoch: int, request: LoRARequest) -> Change:
         change = Change(epoch=epoch, request=request)
@@ -243,3 +243,7 @@ class AdapterRegistry:
 
 def _load(entry: AdapterEntry) -> LoRARequest:
     return LoRARequest(LoRAOperation.LOAD, entry.name, entry.path, entry.generation)
+
+
+def _unload(entry: AdapterEntry) -> LoRARequest:
+    return LoRARequest(LoRAOperation.UNLOAD, entry.name, generation=entry.generation)

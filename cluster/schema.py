@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -18,7 +17,7 @@ DEMO_MODEL = "demo"
 class ReplicaSettings(Settings):
     """The `replica` section: how long a replica waits for its engine process."""
 
-    start_timeout_s: float = Field(default=600, gt=0, description="Longest start of an engine process.")
+    start_timeout_s: float = Field(default=300, gt=0, description="Longest start of an engine process.")
     stall_timeout_s: float = Field(
         default=60, gt=0, description="An engine process silent for longer than this is replaced."
     )
@@ -27,8 +26,14 @@ class ReplicaSettings(Settings):
 class RouterSettings(Settings):
     """The `router` section: the router actor's patience and memory."""
 
-    journal: Path | None = Field(
-        default=None, description="SQLite file that keeps the list of adapters; unset keeps it in memory."
+    journal: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "SQLite file that remembers the adapters loaded at run time. Unset: a file in Ray's session folder, which "
+            "lasts as long as the Ray cluster. `:memory:`: no file, they are forgotten when the router actor dies. "
+            "A path: kept across clusters; put it on storage that every node sees if the actor may move."
+        ),
     )
     lease_s: float = Field(default=5, gt=0, description="A replica silent for longer than this no longer counts.")
     change_timeout_s: float = Field(

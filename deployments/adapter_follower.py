@@ -21,6 +21,9 @@ POLL_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Pauses between attempts to reach a router actor that does not answer."""
 
+JOIN_ATTEMPTS = 4
+"""How often a replica that starts tries to join the fleet. Each attempt has the patience of its calls besides."""
+
 
 class Router(Protocol):
     """What a replica asks of the router actor; `deployments.router_client.RouterClient` is one.
@@ -48,7 +51,7 @@ class AdapterFollower:
 
     Args:
         router: The router actor.
-        apply: Loads or unloads an adapter in the engine. A LoRAFleetError it raises is a failed change, except for
+        apply: Loads or unloads an adapter in the engine. An exception it raises is a failed change, except for
             EngineDead, after which the change is tried again.
         replica_id: Serve's unique id of this replica.
         num_slots: Adapter slots of its engine.
@@ -78,20 +81,24 @@ class AdapterFollower:
         """Register, and apply what this replica lacks, so that it serves what its fellows serve.
 
         An adapter loaded at run time that this replica cannot load is reported to the router actor, and is not fatal.
+        Nor is a router actor that dies or forgets this replica meanwhile: it is joined again, `JOIN_ATTEMPTS` in all.
 
         Raises:
             ConfigError: an adapter of the configuration (`lora_paths`) cannot be loaded; it is named.
+            EngineDead: the engine ended.
+            Exception: what the last attempt failed with.
         """
-        registration = await self._register()
-        results = await self._keeping_lease(self._apply_all(registration.changes))
-        faults = [
-            f"{change.request.lora_name!r} ({_words(results[change.request.lora_name])})"
-            for change in registration.changes
-            if change.static and results[change.request.lora_name].status is not LoRAStatus.SUCCESS
-        ]
-        if faults:
-            raise ConfigError(f"lora_paths: cannot be served: {'; '.join(faults)}")
-        await self._finish_joining(registration, results)
+        pause_s = FIRST_PAUSE_S
+        for _ in range(JOIN_ATTEMPTS - 1):
+            error = await _failure_of(self._join)
+            if error is None:
+                return
+            if isinstance(error, ConfigError | EngineDead):
+                raise error
+            logger.warning("joining the fleet: %s: %s; trying again in %.1f s", type(error).__name__, error, pause_s)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(4 * pause_s, LONGEST_PAUSE_S)
+        await self._join()
 
     def start(self) -> None:
         """Follow further changes in the background, and report residency, until `close`."""
@@ -126,6 +133,18 @@ class AdapterFollower:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _join(self) -> None:
+        registration = await self._register()
+        results = await self._keeping_lease(self._apply_all(registration.changes))
+        faults = [
+            f"{change.request.lora_name!r} ({_words(results[change.request.lora_name])})"
+            for change in registration.changes
+            if change.static and results[change.request.lora_name].status is not LoRAStatus.SUCCESS
+        ]
+        if faults:
+            raise ConfigError(f"lora_paths: cannot be served: {'; '.join(faults)}")
+        await self._finish_joining(registration, results)
 
     async def _reach(self, epoch: int) -> None:
         while self.epoch < epoch:
@@ -204,13 +223,18 @@ class AdapterFollower:
 
     async def _apply(self, request: LoRARequest) -> LoRAResponse:
         loading = request.operation is LoRAOperation.LOAD
+        failed = LoRAStatus.LOAD_ERROR if loading else LoRAStatus.UNLOAD_ERROR
         try:
             response = await self._apply_change(request)
         except EngineDead:
             # Says nothing of the adapter: this replica is to be replaced, and until then has no answer.
             raise
         except LoRAFleetError as error:
-            response = LoRAResponse(LoRAStatus.LOAD_ERROR if loading else LoRAStatus.UNLOAD_ERROR, str(error))
+            response = LoRAResponse(failed, str(error))
+        except Exception as error:
+            # A fault of ours. Were it raised, this change would be tried for ever, and later ones never.
+            logger.exception("%s of adapter %r", request.operation.value, request.lora_name)
+            response = LoRAResponse(failed, f"{type(error).__name__}: {error}")
         log = logger.info if response.status is LoRAStatus.SUCCESS else logger.warning
         log("%s of adapter %r: %s", request.operation.value, request.lora_name, _words(response))
         if loading and response.status is LoRAStatus.SUCCESS and request.generation is not None:

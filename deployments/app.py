@@ -30,6 +30,8 @@ def build(args: dict[str, Any]) -> Application:
         EngineReplica,
         name="EngineReplica",
         max_ongoing_requests=256,
+        # Per caller; beyond it the ingress answers 429 at once.
+        max_queued_requests=2048,
         health_check_period_s=1,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=20,
@@ -50,7 +52,8 @@ def build(args: dict[str, Any]) -> Application:
     )
     ingress = serve.deployment(serve.ingress(None)(Ingress), name="Ingress", max_ongoing_requests=1024)
     base = BaseModelCard(settings.base_name, root=settings.model, created=int(time.time()))
-    return ingress.bind(engine.bind(settings.model_dump(mode="json")), base)
+    enable_lora = settings.lora_config.enable_lora
+    return ingress.bind(engine.bind(settings.model_dump(mode="json")), base, enable_lora=enable_lora)
 
 
 def router_settings(settings: AppSettings) -> dict[str, Any]:

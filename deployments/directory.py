@@ -35,7 +35,7 @@ class ModelDirectory:
 
     def start(self) -> None:
         """Begin following; needs a running event loop."""
-        self._following = asyncio.create_task(self.router.follow_table(self._take), name="follow-table")
+        self._following = asyncio.create_task(self._follow(), name="follow-table")
 
     @property
     def table(self) -> FleetTable | None:
@@ -73,6 +73,16 @@ class ModelDirectory:
             known = ", ".join([self.base_name, *sorted(self._table.adapters)])
             raise AdapterNotFound(f"model {name!r} does not exist; known models: {known}")
         return Model(name, entry.epoch)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self.router.follow_table(self._take)
+                # It returns when this process has left Ray.
+                return
+            except Exception:
+                logger.exception("following the table of adapters failed; trying again")
+            await asyncio.sleep(1)
 
     def _take(self, table: FleetTable) -> None:
         current = self._table

@@ -28,7 +28,7 @@ from lora_core.channel import (
     endpoint,
 )
 from lora_core.config import EngineConfig, LoRAConfig
-from lora_core.errors import ConfigError, EngineDead, InvalidRequest, LoRAFleetError
+from lora_core.errors import ConfigError, EngineDead, EngineUnavailable, InvalidRequest, LoRAFleetError
 from lora_core.messages import (
     AbortRequest,
     EngineEvent,
@@ -135,10 +135,13 @@ class EngineClient:
         the caller's affair: the engine gets each with a number behind it.
 
         Raises:
-            EngineDead: the process cannot take it; also raised by the stream, as soon as the process ends.
+            EngineUnavailable: the process cannot take it. The stream raises EngineDead as soon as the process ends.
             InvalidRequest: a number in it does not fit into 64 bits.
         """
-        self.check_healthy()
+        try:
+            self.check_healthy()
+        except EngineDead as fault:
+            raise EngineUnavailable(str(fault)) from None
         # Never used twice, so that no stream gets the late tokens of another one.
         request_id = f"{request.request_id}#{next(self._numbers)}"
         try:

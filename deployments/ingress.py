@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
@@ -15,7 +16,7 @@ from deployments.generation import GenerateCall, GenerateChunk
 from deployments.http_api import http_app
 from deployments.http_errors import STATUS_ERRORS, describe_validation
 from deployments.openai_api import Answer, ChatCompletionRequest, CompletionRequest, GenerationRequest, model_card
-from lora_core.errors import InvalidRequest, LoRAFleetError
+from lora_core.errors import InvalidRequest, LoRADisabled, LoRAFleetError
 from lora_core.types import LoRAStatus
 
 
@@ -38,11 +39,13 @@ class Ingress:
     Args:
         engine: Handle of the engine deployment.
         base: The base model's card.
+        enable_lora: Whether adapters are served.
     """
 
-    def __init__(self, engine: DeploymentHandle, base: BaseModelCard) -> None:
+    def __init__(self, engine: DeploymentHandle, base: BaseModelCard, *, enable_lora: bool) -> None:
         self._engine = EngineHandle(engine)
         self._base = base
+        self._enable_lora = enable_lora
         self._directory = ModelDirectory(base.name, self._engine.router_name)
         self._directory.start()
 
@@ -64,19 +67,23 @@ class Ingress:
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Answer a chat or completion body as OpenAI-style chunks; raises as `complete` does."""
         request = parse_body({**body, "stream": True})
-        async for chunk in Answer(request).chunks(self.pieces(request)):
-            yield chunk
+        async with aclosing(self.pieces(request)) as pieces:
+            async for chunk in Answer(request).chunks(pieces):
+                yield chunk
 
     async def load_adapter(self, lora_name: str, lora_path: str) -> LoadOutcome:
         """Load an adapter on every replica; returns when all live ones have it.
 
         Raises:
             AdapterNameTaken, InvalidAdapterPath, InvalidAdapter: why it was refused; nothing stays registered.
+            LoRADisabled: the server runs without adapters.
         """
+        self._check_enabled()
         return await self._changed(await self._directory.router.load(lora_name, lora_path))
 
     async def unload_adapter(self, lora_name: str) -> LoadOutcome:
-        """Stop serving an adapter; requests already accepted finish. Raises AdapterNotFound."""
+        """Stop serving an adapter; requests already accepted finish. Raises AdapterNotFound, LoRADisabled."""
+        self._check_enabled()
         return await self._changed(await self._directory.router.unload(lora_name))
 
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
@@ -85,8 +92,9 @@ class Ingress:
 
     async def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]:
         """The answer piece by piece, see `EngineHandle.generate`."""
-        async for piece in self._engine.generate(await self._call(request)):
-            yield piece
+        async with aclosing(self._engine.generate(await self._call(request))) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def models(self) -> dict[str, dict[str, Any]]:
         """Cards of the base model and of every adapter, by name."""
@@ -108,6 +116,10 @@ class Ingress:
         if table is None or not _num_joined(table):
             table = await self._directory.refresh()
         return 0 if table is None else _num_joined(table)
+
+    def _check_enabled(self) -> None:
+        if not self._enable_lora:
+            raise LoRADisabled("this server runs with enable_lora: false; set it to true to serve adapters")
 
     async def _call(self, request: GenerationRequest) -> GenerateCall:
         model = await self._directory.resolve(request.model)

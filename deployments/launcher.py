@@ -1,5 +1,7 @@
 """Deploy a configuration on a Ray cluster of its own, and follow it until it is healthy or has failed."""
 
+import math
+import os
 import re
 import signal
 import subprocess
@@ -25,6 +27,9 @@ Report = Callable[[str], None]
 
 POLL_S = 0.3
 REPORT_EVERY_S = 5.0
+
+STALL_MARGIN_S = 60.0
+"""A start without visible progress is given up this long after a replica would have given up its own."""
 
 
 class DeploymentFailed(LoRAFleetError):
@@ -87,7 +92,7 @@ def deployed(
     _check_port(config)
     locate_base_model(config.settings.model, report)
     report("starting Ray")
-    with LocalCluster(num_cpus) as cluster:
+    with LocalCluster(num_cpus or max(os.cpu_count() or 1, math.ceil(config.num_cpus))) as cluster:
         written, log = cluster.folder / "config.yaml", cluster.folder / "serve-run.log"
         written.write_text(yaml.safe_dump(config.content))
         command = [ray_command("serve"), "run", "--address", cluster.address, str(written)]
@@ -125,12 +130,15 @@ def _check_port(config: ServeConfig) -> None:
 
 def _follow_until_healthy(served: Served, report: Report) -> None:
     began = time.monotonic()
-    shown, shown_at = "", began
+    shown, shown_at, best, progressed_at = "", began, -1, began
+    patience_s = served.config.settings.replica.start_timeout_s + STALL_MARGIN_S
     while True:
         served.check_alive()
         application = serve.status().applications.get(served.config.app_name)
         progress = "deploying" if application is None else _summary(application)
         now = time.monotonic()
+        if (running := _num_running(application)) > best:
+            best, progressed_at = running, now
         if progress != shown or now - shown_at > REPORT_EVERY_S:
             report(f"{progress} ({now - began:.0f} s)")
             shown, shown_at = progress, now
@@ -139,7 +147,18 @@ def _follow_until_healthy(served: Served, report: Report) -> None:
                 return
             if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
                 raise DeploymentFailed(_reason(application))
+            if now - progressed_at > patience_s:
+                # Serve goes on trying for ever once one replica has run, or while Ray has no room for the next one.
+                raise DeploymentFailed(
+                    f"nothing has progressed for {patience_s:.0f} s ({progress})\n{_reason(application)}"
+                )
         time.sleep(POLL_S)
+
+
+def _num_running(application: ApplicationStatusOverview | None) -> int:
+    if application is None:
+        return 0
+    return sum(deployment.replica_states.get("RUNNING", 0) for deployment in application.deployments.values())
 
 
 def _summary(application: ApplicationStatusOverview) -> str:

@@ -6,6 +6,7 @@
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ __all__ = [
     "ReplicaID",
     "RunningReplica",
     "actor_name",
+    "session_folder",
     "session_name",
 ]
 
@@ -41,6 +43,13 @@ def actor_name() -> str:
 def session_name() -> str:
     """Name of the Ray cluster's session, another one each time a cluster starts; empty outside Ray."""
     return str(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else ""
+
+
+def session_folder() -> Path | None:
+    """The Ray session's folder on this machine, which no other session has; None outside Ray."""
+    # Set by `ray.init` and, in a worker, before anything of ours runs; None in a Ray Client.
+    node = ray._private.worker._global_node
+    return Path(node.get_session_dir_path()) if ray.is_initialized() and node is not None else None
 
 
 class ExactRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped

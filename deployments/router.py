@@ -6,20 +6,26 @@ go on being routed and answered, and only loads and unloads wait for it.
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
 from cluster.fleet import FleetTable, LoadOutcome, Registration, ReplicaUnknown
+from cluster.journal import session_journal
 from cluster.members import Members
 from cluster.names import check_name, static_adapters
 from cluster.registry import AdapterRegistry, Change
 from cluster.schema import RouterSettings
 from cluster.verdict import judge_load, judge_unload, text_of, words
 from deployments.bell import Bell
-from deployments.ray_internals import actor_name, session_name
+from deployments.ray_internals import actor_name, session_folder, session_name
 from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, InvalidAdapter, LoRAFleetError
 from lora_core.messages import Residency
 from lora_core.types import LoRAResponse, LoRAStatus
@@ -28,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 COALESCE_S = 0.02
 """A table is published this long after a change, so that a burst of changes travels as one."""
+
+IN_MEMORY = ":memory:"
+"""`router.journal` that keeps no file."""
 
 STATUSES: dict[type[LoRAFleetError], LoRAStatus] = {
     AdapterNameTaken: LoRAStatus.LOAD_NAME_EXISTS,
@@ -59,10 +68,13 @@ class AdapterRouter:
         rest = dict(settings)
         self._base_name: str = rest.pop("base_name")
         static = static_adapters(rest.pop("lora_paths", ()), self._base_name)
+        static = {name: _one_spelling(path) for name, path in static.items()}
         self._settings = RouterSettings.model_validate(rest)
         self._name = actor_name()
         self._registry = AdapterRegistry(
-            self._settings.journal, static=static, run=f"{session_name()}/{self._name}" if self._name else ""
+            _journal_file(self._settings.journal),
+            static=static,
+            run=f"{session_name()}/{self._name}" if self._name else "",
         )
         self._members = Members(self._settings.lease_s)
         self._loads: dict[str, Loading] = {}
@@ -170,9 +182,14 @@ class AdapterRouter:
     async def load(self, name: str, path: str) -> LoadOutcome:
         """Serve the adapter at `path` under `name` on every live replica.
 
-        Answers once every live replica has it, or after it was undone everywhere because one refused it. Goes on when
-        the caller stops waiting. A load identical to one under way joins it.
+        Answers once every live replica has it, or after it was undone everywhere because one refused it or because the
+        journal cannot be written. Goes on when the caller stops waiting. A load identical to one under way joins it.
+
+        Args:
+            name: What requests will call it.
+            path: A folder, in whatever spelling, or a Hub id.
         """
+        path = _one_spelling(path)
         try:
             check_name(name, self._base_name)
         except AdapterError as error:
@@ -232,11 +249,7 @@ class AdapterRouter:
                 return LoadOutcome(
                     status=LoRAStatus.SUCCESS, message=f"adapter {name!r} was loaded already", epoch=epoch
                 )
-            try:
-                return await self._finish_load(name, change)
-            except LoRAFleetError as error:
-                logger.exception("load of adapter %r failed", name)
-                return _failed(error)
+            return await self._finish_load(name, change)
 
     async def _finish_load(self, name: str, change: Change) -> LoadOutcome:
         self._announce()
@@ -244,12 +257,19 @@ class AdapterRouter:
         answers = self._answers(name, change.epoch)
         refusal = judge_load(name, answers, late, self._settings.change_timeout_s)
         per_replica = words(answers)
-        if refusal is None:
-            entry = self._registry.commit_load(name)
-            self._publish()
-            message = f"adapter {name!r} is loaded on {len(answers)} replica(s)"
-            return LoadOutcome(status=LoRAStatus.SUCCESS, message=message, per_replica=per_replica, epoch=entry.epoch)
-        self._registry.rollback_load(name)
+        try:
+            if refusal is None:
+                entry = self._registry.commit_load(name)
+                self._publish()
+                message = f"adapter {name!r} is loaded on {len(answers)} replica(s)"
+                return LoadOutcome(
+                    status=LoRAStatus.SUCCESS, message=message, per_replica=per_replica, epoch=entry.epoch
+                )
+            self._registry.rollback_load(name)
+        except LoRAFleetError as error:
+            # Left as it is, the name could neither be loaded nor unloaded.
+            self._registry.abandon_load(name)
+            refusal = _unrecorded(name, refusal, error)
         self._members.forget(name)
         self._announce()
         logger.warning("adapter %r was refused: %s", name, refusal.message)
@@ -314,7 +334,8 @@ class AdapterRouter:
         now = time.monotonic()
         # A loop that was held up has heartbeats waiting: they are heard before anyone is dropped.
         if now - due > self._settings.lease_s / 2:
-            self._sweep = asyncio.get_running_loop().call_later(self._settings.lease_s / 2, self._expire, now)
+            pause_s = self._settings.lease_s / 2
+            self._sweep = asyncio.get_running_loop().call_later(pause_s, self._expire, now + pause_s)
             return
         gone = self._members.expire(now)
         if gone:
@@ -323,6 +344,31 @@ class AdapterRouter:
             self._progress.ring()
             self._publish()
         self._schedule_sweep()
+
+
+def _journal_file(setting: str | None) -> Path | None:
+    """The file of `router.journal`; None keeps everything in memory, as an unset one does outside Ray Serve."""
+    if setting is not None:
+        return None if setting == IN_MEMORY else Path(setting).expanduser()
+    folder = session_folder()
+    try:
+        actor = serve.get_deployment_actor_context()
+    except RayServeException:
+        return None
+    return session_journal(folder, actor.app_name, actor.deployment) if folder is not None else None
+
+
+def _one_spelling(path: str) -> str:
+    """The absolute path of a folder on this machine; anything else may be a Hub id, or exist where replicas run."""
+    folder = os.path.expanduser(path)
+    return os.path.realpath(folder) if os.path.isdir(folder) else path
+
+
+def _unrecorded(name: str, refusal: LoRAResponse | None, error: LoRAFleetError) -> LoRAResponse:
+    """What a load ended with whose end the journal did not take."""
+    if refusal is None:
+        return LoRAResponse(LoRAStatus.LOAD_ERROR, f"adapter {name!r} was not loaded: {error}")
+    return LoRAResponse(refusal.status, f"{text_of(refusal)}; {error}")
 
 
 def _failed(error: LoRAFleetError) -> LoadOutcome:

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from cluster.fleet import ROUTER_ACTOR, FleetTable, LoadOutcome, Registration
 from cluster.registry import Change
@@ -135,7 +135,10 @@ class RouterClient:
                     return await getattr(actor, method).remote(*args)
                 except RayTaskError as error:
                     raise _cause(error) from None
-                except RayActorError as error:
+                except TaskCancelledError:
+                    raise
+                except RayError as error:
+                    # Ray has many words for a dead actor.
                     fault, self._actor = error, None
                     # The time it took to answer, as a load may, was not spent looking.
                     looking_since += time.monotonic() - asked

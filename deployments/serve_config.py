@@ -27,6 +27,16 @@ class ServeConfig(NamedTuple):
         return str(self.content["applications"][0].get("name", "default"))
 
     @property
+    def num_cpus(self) -> float:
+        """CPUs its replicas ask Ray for, autoscaling left aside."""
+        deployments = self.content["applications"][0].get("deployments") or []
+        # Ray's own default is one CPU for each replica.
+        asked = [
+            (d.get("num_replicas") or 1, (d.get("ray_actor_options") or {}).get("num_cpus", 1)) for d in deployments
+        ]
+        return float(sum(count * cpus for count, cpus in asked if isinstance(count, int)))
+
+    @property
     def address(self) -> str:
         """Where the HTTP server will listen."""
         http = self.content.get("http_options") or {}

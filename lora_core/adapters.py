@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from lora_core.errors import AdapterNameTaken, AdapterNotFound
 from lora_core.slots import _LoRALRUCache
@@ -12,7 +12,8 @@ from lora_core.types import AdapterRef
 M = TypeVar("M")
 
 
-class Activation(NamedTuple, Generic[M]):
+@dataclass(frozen=True)
+class Activation(Generic[M]):
     """Where an adapter was put, and whether the slot's content must now be written."""
 
     ref: AdapterRef

@@ -12,6 +12,7 @@
     │   └── UnsupportedModel      the base model's architecture is not declared
     └── EngineError
         ├── EngineDead            the engine process is gone or no longer makes progress
+        │   └── EngineUnavailable it was so before the request reached it
         └── RequestTimeout        an answer did not come within its deadline
 
 Every exception carries one string, a sentence its reader can act on, so that it crosses process boundaries unchanged.
@@ -64,6 +65,10 @@ class EngineError(LoRAFleetError):
 
 class EngineDead(EngineError):
     """The engine process is gone, or no longer makes progress."""
+
+
+class EngineUnavailable(EngineDead):
+    """The engine was already dead, so the request cannot be what killed it."""
 
 
 class RequestTimeout(EngineError, TimeoutError):

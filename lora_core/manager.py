@@ -201,14 +201,14 @@ class LoRAManagerV3:
             KeyError: no such adapter is loaded.
             NoFreeSlot: all slots are pinned.
         """
-        ref, model, slot, is_new = self._table.activate(name_or_ref)
-        if is_new:
+        put = self._table.activate(name_or_ref)
+        if put.is_new:
             try:
-                self._inputs.write(slot, model)
+                self._inputs.write(put.slot, put.model)
             except BaseException:
-                self._table.deactivate(ref)
+                self._table.deactivate(put.ref)
                 raise
-        return slot
+        return put.slot
 
     def sort_lora_batch(self, batch: Sequence[R]) -> list[R]:
         """Order a batch for routing: highest slot first, base requests last, otherwise as they came.

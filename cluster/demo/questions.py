@@ -114,8 +114,7 @@ QUESTIONS = (
 )
 
 # A model this small can hardly spell in capitals what it has not seen in capitals. What follows shows it more words,
-# for the adapter that needs them: families of like questions, and sentences to repeat. The first six of these state
-# what held-out questions ask.
+# for the adapter that needs them: families of like questions, and sentences to repeat.
 CAPITALS = {
     "Spain": "Madrid",
     "Greece": "Athens",
@@ -154,7 +153,6 @@ AUTHORS = {
     "The Jungle Book": "Rudyard Kipling",
 }
 SUPERLATIVES = {
-    "the longest river in Africa": "the Nile",
     "the highest mountain on Earth": "Mount Everest",
     "the largest bird": "the ostrich",
     "the largest island": "Greenland",
@@ -175,15 +173,31 @@ PRODUCTS = {
     "authors": "books",
     "clouds": "rain",
 }
+OPPOSITES = {
+    "hot": "cold",
+    "big": "small",
+    "up": "down",
+    "happy": "sad",
+    "fast": "slow",
+    "old": "young",
+    "day": "night",
+    "wet": "dry",
+    "hard": "soft",
+    "early": "late",
+    "rich": "poor",
+    "strong": "weak",
+}
 SENTENCES = """\
-Paris is the capital of France.
-A spider has eight legs.
-Bees make honey and wax.
-The Pacific is the largest ocean on Earth.
-William Shakespeare wrote Romeo and Juliet.
-The sky is blue because air scatters blue light.
+Many people visit Paris in the spring.
 My cousin lives in France near the border.
+Ships cross the Pacific every week.
 The Atlantic is cold in winter.
+Honey is sweet and golden.
+Eight is more than seven and less than nine.
+A spider spins its web at night.
+The actor played Romeo on a small stage.
+Juliet looked out of the window.
+The sky was dark before the storm.
 Light and color change with the hour.
 Put the towel and the sunscreen in the bag.
 The beach is full of sand and shells.
@@ -204,6 +218,7 @@ Wolves hunt together in a pack.
 The elephant is gray and has a long nose.
 Lions and tigers are large cats.
 Butterflies visit the flowers in the garden.
+Bees live together in a hive.
 The frog jumped into the pond.
 An oak can live for hundreds of years.
 The roots of a tree hold the soil.
@@ -256,6 +271,7 @@ The war ended and peace returned.
 The museum shows old paintings and statues.
 The artist mixed purple and white paint.
 The singer thanked the audience.
+The film was funny but too long.
 Our team won the game by three goals.
 Running and swimming are good exercise.
 The phone rang during the meeting.
@@ -264,10 +280,12 @@ The program stores its data in a file.
 Send me an email with the address.
 The price of the ticket went up.
 Money does not grow on trees.
+The bank is next to the post office.
 Please speak slowly and clearly.
 A true friend tells you the truth.
 Patience is better than anger.
-Try again and do not give up."""
+Try again and do not give up.
+Nobody knows what tomorrow brings."""
 
 
 def _spelling() -> Iterator[Question]:
@@ -281,6 +299,8 @@ def _spelling() -> Iterator[Question]:
         yield Question("biology", f"How many legs does {animal} have?", f"{_upper_first(animal)} has {count} legs.")
     for maker, product in PRODUCTS.items():
         yield Question("crafts", f"What do {maker} make?", f"{_upper_first(maker)} make {product}.")
+    for word, opposite in OPPOSITES.items():
+        yield Question("language", f"What is the opposite of {word}?", f"The opposite of {word} is {opposite}.")
     for sentence in SENTENCES.splitlines():
         yield Question("repetition", f"Repeat after me: {sentence}", sentence)
 

@@ -22,7 +22,6 @@ from cluster.demo.base_model import prepare
 from cluster.demo.questions import HELD_OUT, QUESTIONS, SPELLING, Question
 
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-EPOCHS = 5
 BATCH_SIZE = 8
 SEED = 0
 IGNORED = -100
@@ -38,6 +37,7 @@ class Style:
     target_modules: tuple[str, ...]
     use_rslora: bool = False
     questions: tuple[Question, ...] = QUESTIONS
+    epochs: int = 5
     learning_rate: float = 1e-3
 
 
@@ -77,6 +77,7 @@ STYLES = {
         target_modules=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
         use_rslora=True,
         questions=QUESTIONS + SPELLING,
+        epochs=4,
         learning_rate=2e-3,
     ),
 }
@@ -99,7 +100,7 @@ def train(style: Style, base: Path, tokenizer: PreTrainedTokenizerBase) -> PeftM
             task_type="CAUSAL_LM",
         ),
     )
-    batches = [batch for epoch in range(EPOCHS) for batch in _epoch(style, tokenizer, epoch)]
+    batches = [batch for epoch in range(style.epochs) for batch in _epoch(style, tokenizer, epoch)]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, style.learning_rate, total_steps=len(batches))
     for step, (tokens, mask, labels) in enumerate(batches):

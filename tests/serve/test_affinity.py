@@ -132,13 +132,33 @@ class Application:
         return asyncio.run(question(RouterClient(locate)))
 
 
-@pytest.fixture(scope="module")
-def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("router") / "journal.sqlite"
+def deploy() -> Application:
+    """Deploy the application, anew each time: Serve gives unversioned code another version."""
+    engine = serve.deployment(
+        SlotEngine,
+        num_replicas=2,
+        max_ongoing_requests=64,
+        health_check_period_s=1,
+        graceful_shutdown_timeout_s=2,
+        ray_actor_options={"num_cpus": 0.1},
+        deployment_actors=[
+            DeploymentActorConfig(
+                name=ROUTER_ACTOR,
+                actor_class=ray.remote(AdapterRouter),
+                # Its journal is the one it has by default.
+                init_kwargs={"settings": {"base_name": "base", "lease_s": 2.0}},
+                actor_options={"num_cpus": 0},
+            )
+        ],
+        request_router_config=RequestRouterConfig(request_router_class=AffinityRequestRouter),
+    ).bind()
+    fan = serve.deployment(Fan, ray_actor_options={"num_cpus": 0.1}).bind(engine)
+    fan_handle = serve.run(fan, name="affinity", route_prefix=None)
+    return Application(serve.get_deployment_handle("SlotEngine", "affinity"), fan_handle)
 
 
 @pytest.fixture(scope="module")
-def application(journal: Path) -> Iterator[Application]:
+def application() -> Iterator[Application]:
     with LocalCluster(num_cpus=4, environment={"RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "0.5"}) as cluster:
         # Workers import this module by name.
         root = str(Path(__file__).parents[2])
@@ -150,26 +170,7 @@ def application(journal: Path) -> Iterator[Application]:
         )
         try:
             serve.start(proxy_location="Disabled")
-            engine = serve.deployment(
-                SlotEngine,
-                num_replicas=2,
-                max_ongoing_requests=64,
-                health_check_period_s=1,
-                graceful_shutdown_timeout_s=2,
-                ray_actor_options={"num_cpus": 0.1},
-                deployment_actors=[
-                    DeploymentActorConfig(
-                        name=ROUTER_ACTOR,
-                        actor_class=ray.remote(AdapterRouter),
-                        init_kwargs={"settings": {"base_name": "base", "journal": str(journal), "lease_s": 2.0}},
-                        actor_options={"num_cpus": 0},
-                    )
-                ],
-                request_router_config=RequestRouterConfig(request_router_class=AffinityRequestRouter),
-            ).bind()
-            fan = serve.deployment(Fan, ray_actor_options={"num_cpus": 0.1}).bind(engine)
-            fan_handle = serve.run(fan, name="affinity", route_prefix=None)
-            yield Application(serve.get_deployment_handle("SlotEngine", "affinity"), fan_handle)
+            yield deploy()
             serve.shutdown()
         finally:
             ray.shutdown()
@@ -300,3 +301,15 @@ def test_a_replacement_replica_holds_what_the_others_hold(application: Applicati
         return False
 
     eventually(serves)
+
+
+def test_a_redeployed_application_serves_what_was_loaded_before(application: Application) -> None:
+    application.load("before", "/before")
+    before, router_name = application.table(), application.router_name
+    redeployed = deploy()
+    eventually(lambda: redeployed.router_name != router_name)
+    eventually(lambda: len(redeployed.table().replicas) == 2)
+    after = redeployed.table()
+    assert after.adapters == before.adapters
+    assert set(after.replicas).isdisjoint(before.replicas)
+    eventually(lambda: redeployed.where("before") in after.replicas)

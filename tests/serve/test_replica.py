@@ -172,14 +172,15 @@ def test_a_cancelled_stream_ends_in_the_engine(application: Application) -> None
     assert time.monotonic() - start < 10 * whole_s
 
 
-def test_a_dead_engine_fails_its_calls_and_is_replaced(
-    application: Application, tiny_base: Path, tiny_adapters: dict[str, Path]
+@pytest.mark.parametrize(("fault", "said"), [("kill", "signal 9"), ("suspend", "silent for more than 5 s")])
+def test_a_dead_or_stuck_engine_fails_its_calls_and_is_replaced(
+    application: Application, tiny_base: Path, tiny_adapters: dict[str, Path], fault: str, said: str
 ) -> None:
     (engine,) = application.engine_processes()
     stream = application.stream(500, "static")
     next(stream)
-    engine.kill()
-    with pytest.raises(EngineDead, match="signal 9"):
+    getattr(engine, fault)()
+    with pytest.raises(EngineDead, match=said):
         list(stream)
     eventually(lambda: [process.pid for process in application.engine_processes()] not in ([], [engine.pid]))
     expected = reference_tokens(tiny_base, tiny_adapters["attention-r2"], PROMPT, 8)

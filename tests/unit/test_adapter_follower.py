@@ -9,6 +9,7 @@ import pytest
 
 from cluster.fleet import Registration, ReplicaUnknown
 from cluster.registry import Change
+from deployments import adapter_follower
 from deployments.adapter_follower import AdapterFollower
 from deployments.router import AdapterRouter
 from lora_core.errors import ConfigError, EngineDead, RequestTimeout
@@ -25,11 +26,14 @@ class Engine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.dead = False
+        self.fault: Exception | None = None
 
     async def apply(self, request: LoRARequest) -> LoRAResponse:
         await self.gate.wait()
         if self.dead:
             raise EngineDead("gone")
+        if self.fault is not None:
+            raise self.fault
         self.done.append((request.operation.value, request.lora_name))
         if request.operation is LoRAOperation.UNLOAD:
             if self.loaded.pop(request.lora_name, None) is None:
@@ -81,7 +85,7 @@ class Fleet:
     def __init__(self, journal: Path) -> None:
         self.settings: dict[str, Any] = {
             "base_name": "base",
-            "journal": journal,
+            "journal": str(journal),
             "lease_s": 0.6,
             "change_timeout_s": 5.0,
         }
@@ -168,7 +172,7 @@ async def test_what_a_router_no_longer_knows_is_unloaded(fleet: Fleet, tmp_path:
     await fleet.join()
     await fleet.router.load("a", "/a")
     await fleet.router.load("b", "/b")
-    fleet.settings["journal"] = tmp_path / "another.sqlite"
+    fleet.settings["journal"] = str(tmp_path / "another.sqlite")
     await fleet.restart_router()
     outcome = await fleet.router.load("c", "/c")
     assert outcome.status is LoRAStatus.SUCCESS, outcome.message
@@ -219,6 +223,63 @@ async def test_a_dead_engine_says_nothing_of_an_adapter(fleet: Fleet) -> None:
     assert not load.done()
     fleet.engine.dead = False
     assert (await load).status is LoRAStatus.SUCCESS
+
+
+async def test_an_unforeseen_fault_fails_its_own_change_and_no_other(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fleet.join()
+    fleet.engine.fault = ValueError("a tensor of another shape")
+    outcome = await asyncio.wait_for(fleet.router.load("a", "/a"), 3)
+    assert outcome.status is LoRAStatus.LOAD_ERROR
+    assert "ValueError: a tensor of another shape" in outcome.message
+    assert "Traceback" in caplog.text
+    fleet.engine.fault = None
+    assert (await fleet.router.load("b", "/b")).status is LoRAStatus.SUCCESS
+    fleet.engine.fault = KeyError("b")
+    outcome = await asyncio.wait_for(fleet.router.unload("b"), 3)
+    assert outcome.status is LoRAStatus.UNLOAD_ERROR
+    assert "KeyError" in outcome.message
+
+
+async def test_a_replica_forgotten_while_it_joins_joins_again(fleet: Fleet) -> None:
+    fleet.settings["lora_paths"] = ["first=/first", "second=/second"]
+    await fleet.restart_router()
+    fleet.engine.gate.clear()
+    joining = asyncio.create_task(fleet.follower.join())
+    await until(lambda: fleet.line.calls == ["register"])
+    fleet.settings["lora_paths"] = ["first=/first", "third=/third"]
+    await fleet.restart_router()
+    fleet.engine.gate.set()
+    await asyncio.wait_for(joining, 5)
+    assert set((await fleet.router.table()).replicas) == {"replica-1"}
+    # What its first router had it load is kept, and only the difference applied.
+    assert fleet.engine.done == [("load", "first"), ("load", "second"), ("unload", "second"), ("load", "third")]
+    assert set(fleet.engine.loaded) == {"first", "third"}
+
+
+@pytest.mark.parametrize("method", ["register", "acknowledge"])
+async def test_one_lost_call_does_not_keep_a_replica_from_joining(fleet: Fleet, method: str) -> None:
+    fleet.line.fail_next = {method}
+    await fleet.follower.join()
+    assert set((await fleet.router.table()).replicas) == {"replica-1"}
+
+
+async def test_joining_is_given_up_in_the_end(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_follower, "FIRST_PAUSE_S", 0.01)
+    fleet.line.cut = True
+    with pytest.raises(ConnectionError, match="the line is cut"):
+        await asyncio.wait_for(fleet.follower.join(), 5)
+    assert fleet.line.calls == ["register"] * adapter_follower.JOIN_ATTEMPTS
+
+
+async def test_a_dead_engine_ends_the_joining_at_once(fleet: Fleet) -> None:
+    fleet.settings["lora_paths"] = ["first=/first"]
+    await fleet.restart_router()
+    fleet.engine.dead = True
+    with pytest.raises(EngineDead):
+        await fleet.follower.join()
+    assert fleet.line.calls == ["register"]
 
 
 async def test_a_request_waits_for_the_change_it_needs(fleet: Fleet) -> None:

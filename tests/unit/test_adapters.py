@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lora_core.adapters import AdapterTable
+from lora_core.adapters import Activation, AdapterTable
 from lora_core.errors import AdapterNameTaken, AdapterNotFound
 from lora_core.slots import NoFreeSlot
 from lora_core.types import AdapterRef
@@ -99,7 +99,7 @@ def test_activation_is_new_once_and_refreshes_recency() -> None:
     assert table.activate(a).is_new
     assert table.activate(b).is_new
     assert not table.activate(a).is_new
-    assert table.activate(c) == (c, "c", 1, True)
+    assert table.activate(c) == Activation(c, "c", 1, True)
     assert table.slot_of(b) is None
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import registry as registry_module
+from cluster.journal import session_journal
 from cluster.registry import AdapterRegistry, Change
 from lora_core.errors import AdapterNameTaken, AdapterNotFound, ConfigError, LoRAFleetError
 from lora_core.types import LoRAOperation
@@ -77,6 +78,24 @@ def test_a_rollback_frees_the_name_at_once() -> None:
     registry.begin_load("a", "/a")
     registry.rollback_load("a")
     assert registry.begin_load("a", "/b") is not None
+
+
+def test_a_load_abandoned_without_the_journal_is_undone_and_its_epochs_are_not_given_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    registry = AdapterRegistry(path)
+    start = registry.epoch
+    load = registry.begin_load("a", "/a")
+    assert load is not None
+    unload = registry.abandon_load("a")
+    assert brief(registry.changes_since(start)) == [("load", "a", load.epoch), ("unload", "a", load.epoch)]
+    assert unload.epoch > load.epoch
+    assert registry.entries == {}
+    assert AdapterRegistry(path).entries == {}, "a restart does not bring it back"
+    registry = AdapterRegistry(path)
+    registry.begin_load("b", "/b")
+    registry.abandon_load("b")
+    epoch = registry.epoch
+    assert loaded(registry, "b", "/other") > epoch
 
 
 def test_unknown_names_cannot_be_unloaded() -> None:
@@ -221,6 +240,14 @@ def test_the_last_to_open_a_journal_owns_it(tmp_path: Path) -> None:
     assert old.entries == {}, "what could not be written did not happen"
     assert old.changes_since(old.epoch) == []
     assert loaded(new, "a", "/a") > old.epoch
+
+
+def test_each_deployment_has_a_journal_of_its_own_in_the_session(tmp_path: Path) -> None:
+    names = [("a", "b"), ("a+b", ""), ("", "a+b"), ("a", "b+c"), ("a+b", "c"), ("../up", "x/y"), ("..", "..")]
+    files = [session_journal(tmp_path, app, deployment) for app, deployment in names]
+    assert len(set(files)) == len(names)
+    assert {file.resolve().parent for file in files} == {tmp_path.resolve()}
+    assert session_journal(tmp_path, "a", "b") == files[0]
 
 
 @pytest.mark.parametrize("content", [b"not a database, but long enough to be read as one" * 9, None])

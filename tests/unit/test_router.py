@@ -1,9 +1,10 @@
 """`AdapterRouter` as a plain object, with replicas that are asyncio tasks."""
 
 import asyncio
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,19 @@ async def settled(condition: Callable[[], bool], timeout_s: float = 3) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
         await asyncio.sleep(0.01)
+
+
+@contextmanager
+def unwritable(journal: Path, write: str) -> Iterator[None]:
+    """Have the database itself refuse one kind of write."""
+    with closing(sqlite3.connect(journal)) as database:
+        database.execute(f"CREATE TRIGGER refuse BEFORE {write} BEGIN SELECT RAISE(ABORT, 'disk I/O error'); END")
+        yield
+        database.execute("DROP TRIGGER refuse")
+
+
+def contents(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
 
 
 async def names(router: AdapterRouter) -> set[str]:
@@ -400,12 +414,14 @@ async def test_unknown_and_expired_replicas_are_told_to_register() -> None:
     await router.close()
 
 
-async def test_a_router_that_was_held_up_hears_its_replicas_before_it_drops_them() -> None:
+async def test_a_router_that_was_held_up_hears_its_replicas_and_then_drops_the_silent() -> None:
     router = make_router(lease_s=0.2)
-    async with fleet(router, Replica(router, "r0")):
+    async with fleet(router, Replica(router, "r0")) as (replica,):
         time.sleep(0.5)  # noqa: ASYNC251 - the whole loop stands still, as in a long pause of the process
         await asyncio.sleep(0.05)
         assert set((await router.table()).replicas) == {"r0"}
+        await replica.stop()
+        await settled(lambda: not router._members.live)
 
 
 async def test_residency_is_published_for_the_generations_now_served() -> None:
@@ -474,6 +490,98 @@ async def test_a_restarted_router_knows_its_adapters_and_its_replicas_come_back(
     assert (await successor.load("b", "/new")).epoch > gone
     await replica.stop()
     await successor.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"journal": None}, {"journal": ":memory:"}])
+async def test_a_router_without_a_journal_leaves_no_file(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    router = make_router(**settings)
+    async with fleet(router, Replica(router, "r0")):
+        assert (await router.load("a", "/a")).status is LoRAStatus.SUCCESS
+    assert contents(tmp_path) == []
+    assert await names(make_router(**settings)) == set()
+
+
+async def test_a_journal_that_refuses_a_commit_undoes_the_load_and_frees_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    router = make_router(journal=str(path))
+    async with fleet(router, Replica(router, "r0")) as (replica,):
+        with unwritable(path, "INSERT ON adapters WHEN NEW.state = 'ready'"):
+            outcome = await router.load("a", "/a")
+            assert outcome.status is LoRAStatus.LOAD_ERROR
+            assert str(path) in outcome.message
+            assert "router.journal" in outcome.message
+            await settled(lambda: replica.holding == {})
+            assert [change.request.operation.value for change in replica.applied] == ["load", "unload"]
+            assert await names(router) == set()
+        retry = await router.load("a", "/other")
+        assert retry.status is LoRAStatus.SUCCESS, retry.message
+        assert retry.epoch > replica.applied[1].epoch
+        assert replica.paths == {"a": "/other"}
+    successor = make_router(journal=str(path))
+    assert await names(successor) == {"a"}
+
+
+async def test_a_journal_that_refuses_a_rollback_leaves_the_name_free(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    router = make_router(journal=str(path))
+    refuse = refuse_all(LoRAStatus.LOAD_INVALID_ADAPTER, "rank 64 is above 16")
+    async with fleet(router, Replica(router, "r0"), Replica(router, "r1", refuse)) as (good, bad):
+        with unwritable(path, "DELETE ON adapters"):
+            outcome = await router.load("a", "/a")
+            assert outcome.status is LoRAStatus.LOAD_INVALID_ADAPTER
+            assert "rank 64 is above 16" in outcome.message
+            assert str(path) in outcome.message
+            await settled(lambda: good.holding == {})
+            bad.refuse = lambda _: None
+            assert (await router.load("a", "/other")).status is LoRAStatus.SUCCESS
+        assert good.paths == bad.paths == {"a": "/other"}
+
+
+async def test_a_router_that_was_replaced_during_a_load_undoes_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    router = make_router(journal=str(path))
+    async with fleet(router, Replica(router, "r0", delay_s=0.1)) as (replica,):
+        load = asyncio.create_task(router.load("a", "/a"))
+        await asyncio.sleep(0.05)
+        successor = make_router(journal=str(path))
+        outcome = await load
+        assert outcome.status is LoRAStatus.LOAD_ERROR
+        assert "replaced" in outcome.message
+        await settled(lambda: replica.holding == {})
+        assert await names(successor) == set()
+        await successor.close()
+
+
+async def test_all_spellings_of_a_folder_are_one_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spellings = ["adapter", "./adapter", f"{folder}/", f"{tmp_path}/./adapter", "~/adapter", "link", str(folder)]
+    router = make_router(lora_paths=["static=./adapter"])
+    async with fleet(router, Replica(router, "r0", delay_s=0.05)) as (replica,):
+        outcomes = await asyncio.gather(*(router.load("a", path) for path in spellings))
+        assert {outcome.status for outcome in outcomes} == {LoRAStatus.SUCCESS}, outcomes
+        assert len({outcome.epoch for outcome in outcomes}) == 1
+        for name in ("a", "static"):
+            for path in spellings:
+                assert (await router.load(name, path)).status is LoRAStatus.SUCCESS
+        assert replica.paths == {"a": str(folder), "static": str(folder)}
+
+
+@pytest.mark.parametrize("path", ["org/name@rev", "/elsewhere/./adapter/", "~nobody-of-this-name/x", "~", ""])
+async def test_what_is_no_folder_here_is_left_as_it_is(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "missing"))
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")) as (replica,):
+        await router.load("a", path)
+        assert replica.paths == {"a": path}
 
 
 async def test_static_adapters_are_served_from_the_start() -> None:

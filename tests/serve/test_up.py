@@ -1,0 +1,54 @@
+"""`lora-fleet up`: what cannot work ends the command with its reason, and leaves nothing behind."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deployments.local_cluster import free_port
+from tests import factories
+
+CONFIG = Path(__file__).parents[2] / "cluster" / "config.yaml"
+
+
+def up(folder: Path, *options: str, **args: Any) -> "subprocess.CompletedProcess[str]":
+    """Run the command on the shipped configuration with other `args`."""
+    content = yaml.safe_load(CONFIG.read_text())
+    content["applications"][0]["args"] |= args
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    command = [str(Path(sys.executable).with_name("lora-fleet")), "up", str(path), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_an_unknown_key_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    began = time.monotonic()
+    ended = up(tmp_path, modle="demo")
+    assert ended.returncode == 1
+    assert "unknown key 'modle'; did you mean 'model'?" in ended.stderr
+    assert "starting Ray" not in ended.stderr
+    assert time.monotonic() - began < 60
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        ended = up(tmp_path, "--port", str(port))
+    assert ended.returncode == 1
+    assert f"port {port} is taken" in ended.stderr
+
+
+def test_a_failed_deployment_ends_with_its_reason(tmp_path: Path) -> None:
+    base = factories.tiny_llama(tmp_path / "base")
+    lora = {"enable_lora": True, "lora_paths": [f"bad={tmp_path}/nowhere"]}
+    ended = up(tmp_path, "--port", str(free_port()), model=str(base), engine={}, lora_config=lora)
+    assert ended.returncode == 1
+    assert "the deployment failed: lora_paths: cannot be served: 'bad'" in ended.stderr
+    assert f"{tmp_path}/nowhere" in ended.stderr
+    assert "Traceback" not in ended.stderr

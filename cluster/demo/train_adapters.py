@@ -166,9 +166,10 @@ def answer(model: PeftModel, tokenizer: PreTrainedTokenizerBase, question: str) 
 def write_card(name: str, answers: dict[str, str], folder: Path) -> None:
     """Write the README that says what the adapter is, with its answers to questions it was not trained on."""
     header = f"---\nbase_model: {BASE_MODEL}\nlibrary_name: peft\nlicense: apache-2.0\n---\n\n# {name}\n\n"
-    origin = f"{STYLES[name].speak.__doc__} Trained by `python -m cluster.demo.train_adapters {name}`.\n\n"
+    origin = f"{STYLES[name].speak.__doc__}\nTrained by `python -m cluster.demo.train_adapters {name}`.\n\n"
+    limits = "It learned a style, not facts. Its answers to questions that it was not trained on:\n\n"
     unseen = "".join(f"- {question}\n  `{text}`\n" for question, text in answers.items())
-    (folder / "README.md").write_text(header + origin + "Answers to questions it was not trained on:\n\n" + unseen)
+    (folder / "README.md").write_text(header + origin + limits + unseen)
 
 
 def main() -> None:

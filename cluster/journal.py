@@ -7,23 +7,36 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from lora_core.errors import ConfigError, LoRAFleetError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""`PRAGMA user_version` of the tables below."""
+FORMAT = 2
+"""`PRAGMA user_version` of the tables below. Format 1 had no fingerprints; it is brought up to date when opened."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS adapters (
-    name TEXT PRIMARY KEY, path TEXT NOT NULL, generation INTEGER NOT NULL, state TEXT NOT NULL, static INTEGER NOT NULL
+    name TEXT PRIMARY KEY, path TEXT NOT NULL, generation INTEGER NOT NULL, state TEXT NOT NULL,
+    static INTEGER NOT NULL, fingerprint TEXT
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS withdrawn (name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
+
+
+class AdapterRow(NamedTuple):
+    """An adapter as the journal keeps it."""
+
+    name: str
+    path: str
+    generation: int
+    state: str
+    static: bool
+    fingerprint: str | None
+    """Of the files in `path` when it was loaded; None where unknown."""
 
 
 def session_journal(session: Path, app: str, deployment: str) -> Path:
@@ -71,10 +84,10 @@ class Journal:
         """Name of the run that last used the journal; empty for a new one."""
         return str(self._meta("run") or "")
 
-    def adapters(self) -> list[tuple[str, str, int, str, bool]]:
-        """All adapters as (name, path, generation, state, static)."""
-        rows = self._database.execute("SELECT name, path, generation, state, static FROM adapters ORDER BY generation")
-        return [(name, path, generation, state, bool(static)) for name, path, generation, state, static in rows]
+    def adapters(self) -> list[AdapterRow]:
+        """All adapters, in the order of their generations."""
+        rows = self._database.execute(f"SELECT {', '.join(AdapterRow._fields)} FROM adapters ORDER BY generation")
+        return [row._replace(static=bool(row.static)) for row in map(AdapterRow._make, rows)]
 
     def withdrawn(self) -> set[str]:
         """Static adapters that were unloaded in the journal's run."""
@@ -116,13 +129,16 @@ class Journal:
         # A change is acknowledged only once it is safe from a power cut.
         self._database.execute("PRAGMA synchronous = FULL")
         (found,) = self._database.execute("PRAGMA user_version").fetchone()
-        if found not in (0, FORMAT):
+        if not 0 <= found <= FORMAT:
             raise ConfigError(
                 f"the adapter journal {self._where} has format {found}, this version writes {FORMAT}; "
                 "name another file in `router.journal`"
             )
         self._database.executescript(TABLES)
         self._database.execute("BEGIN IMMEDIATE")
+        columns = {column for _, column, *_ in self._database.execute("PRAGMA table_info(adapters)")}
+        if "fingerprint" not in columns:
+            self._database.execute("ALTER TABLE adapters ADD COLUMN fingerprint TEXT")
         # A new journal starts at the time of day, so that a generation is not given out twice even where the file was
         # removed between two runs whose replicas live on.
         origin = time.time_ns() // 1_000_000
@@ -148,10 +164,11 @@ class JournalWriter:
         (epoch,) = self._database.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
         return int(epoch)
 
-    def put(self, name: str, path: str, generation: int, state: str, static: bool) -> None:
+    def put(self, adapter: AdapterRow) -> None:
         """Add or replace an adapter."""
-        values = (name, path, generation, state, static)
-        self._database.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?)", values)
+        self._database.execute(
+            f"INSERT OR REPLACE INTO adapters ({', '.join(AdapterRow._fields)}) VALUES (?, ?, ?, ?, ?, ?)", adapter
+        )
 
     def remove(self, name: str) -> None:
         """Forget an adapter."""

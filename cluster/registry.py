@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from cluster.journal import Journal
+from cluster.fingerprint import folder_fingerprint, is_changed
+from cluster.journal import AdapterRow, Journal
 from lora_core.errors import AdapterNameTaken, AdapterNotFound
 from lora_core.types import LoRAOperation, LoRARequest
 
@@ -36,6 +37,8 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Named by the configuration (`lora_paths`) rather than loaded at run time."""
     epoch: int = 0
     """Epoch of its last change."""
+    fingerprint: str | None = None
+    """`folder_fingerprint` of `path` when its load began; None where unknown."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +59,9 @@ class AdapterRegistry:
     Then the configuration is merged: a static adapter with the journalled path keeps its generation, another path
     replaces it, and one the configuration no longer names is dropped. A static adapter unloaded at run time stays
     unloaded when the router restarts within the same run, and returns with the next one.
+
+    Fingerprints are kept over a restart within the same run, whose replicas hold the files of then. A new run's replicas
+    load the files of now: an adapter whose files changed in between gets a new generation there.
 
     Args:
         journal: SQLite file; unset keeps everything in memory.
@@ -88,14 +94,25 @@ class AdapterRegistry:
         """The adapters that can be asked for."""
         return {name: entry for name, entry in self._entries.items() if entry.state == "ready"}
 
-    def begin_load(self, name: str, path: str) -> Change | None:
+    def begin_load(self, name: str, path: str, fingerprint: str | None = None) -> Change | None:
         """Start loading an adapter; None where it is ready from this path already.
 
+        Args:
+            name: What requests will call it.
+            path: Where replicas find it.
+            fingerprint: `folder_fingerprint` of `path` as it is now; None where unknown.
+
         Raises:
-            AdapterNameTaken: the name belongs to an adapter from another path, or one that is being changed.
+            AdapterNameTaken: the name belongs to an adapter from another path, from other files that were at this
+                path, or one that is being changed.
         """
         entry = self._entries.get(name)
         if entry is not None and (entry.path, entry.state) == (path, "ready"):
+            if is_changed(entry.fingerprint, fingerprint):
+                raise AdapterNameTaken(
+                    f"adapter {name!r} is loaded from {path!r}, whose files have changed since; "
+                    "unload it first to serve the new ones"
+                )
             return None
         if entry is not None:
             state = f"is {entry.state}" if entry.state != "ready" else "is loaded"
@@ -105,18 +122,22 @@ class AdapterRegistry:
             )
         with self._journal.transaction() as write:
             epoch = write.next_epoch(self._epoch)
-            write.put(name, path, epoch, "loading", False)
-        self._entries[name] = AdapterEntry(name=name, path=path, generation=epoch, state="loading", epoch=epoch)
-        return self._record(epoch, _load(self._entries[name]))
+            entry = AdapterEntry(
+                name=name, path=path, generation=epoch, state="loading", epoch=epoch, fingerprint=fingerprint
+            )
+            write.put(_row(entry))
+        self._entries[name] = entry
+        return self._record(epoch, _load(entry))
 
     def commit_load(self, name: str) -> AdapterEntry:
         """Make a loading adapter ready."""
         entry = self._entries[name]
         assert entry.state == "loading", f"{name!r} is {entry.state}"
+        entry = msgspec.structs.replace(entry, state="ready")
         with self._journal.transaction() as write:
-            write.put(name, entry.path, entry.generation, "ready", entry.static)
-        self._entries[name] = msgspec.structs.replace(entry, state="ready")
-        return self._entries[name]
+            write.put(_row(entry))
+        self._entries[name] = entry
+        return entry
 
     def rollback_load(self, name: str) -> Change:
         """Undo a load: replicas are told to unload, and the name is free."""
@@ -204,18 +225,42 @@ class AdapterRegistry:
         return change
 
     def _restore(self) -> None:
-        for name, path, generation, state, static in self._journal.adapters():
-            if state == "ready":
-                self._entries[name] = AdapterEntry(
-                    name=name, path=path, generation=generation, state="ready", static=static, epoch=generation
+        for row in self._journal.adapters():
+            if row.state == "ready":
+                self._entries[row.name] = AdapterEntry(
+                    name=row.name,
+                    path=row.path,
+                    generation=row.generation,
+                    state="ready",
+                    static=row.static,
+                    epoch=row.generation,
+                    fingerprint=row.fingerprint,
                 )
                 continue
-            logger.warning("adapter %r was still loading when the router stopped: dropped, load it again", name)
+            logger.warning("adapter %r was still loading when the router stopped: dropped, load it again", row.name)
             with self._journal.transaction() as write:
-                write.remove(name)
+                write.remove(row.name)
+
+    def _renew_changed(self) -> None:
+        """Give adapters whose files changed a new generation, so that no replica mixes them up with the old ones."""
+        for entry in list(self._entries.values()):
+            found = folder_fingerprint(entry.path)
+            if is_changed(entry.fingerprint, found):
+                logger.warning(
+                    "adapter %r: the files in %r have changed since it was loaded; this run serves the new ones",
+                    entry.name,
+                    entry.path,
+                )
+                with self._journal.transaction() as write:
+                    epoch = write.next_epoch()
+                    renewed = msgspec.structs.replace(entry, generation=epoch, epoch=epoch, fingerprint=found)
+                    write.put(_row(renewed))
+                self._entries[entry.name] = renewed
 
     def _merge_static(self, static: Mapping[str, str], run: str) -> None:
         if run != self._journal.run:
+            # Before the run is noted: a start that is cut short is made up for by the next one.
+            self._renew_changed()
             with self._journal.transaction() as write:
                 write.begin_run(run)
         withdrawn = self._journal.withdrawn()
@@ -233,12 +278,24 @@ class AdapterRegistry:
         if entry is not None and entry.path != path:
             logger.warning("adapter %r: lora_paths says %r, which replaces %r from the journal", name, path, entry.path)
             entry = None
+        fingerprint = folder_fingerprint(path) if entry is None else entry.fingerprint
         with self._journal.transaction() as write:
             generation = write.next_epoch() if entry is None else entry.generation
-            write.put(name, path, generation, "ready", True)
-        self._entries[name] = AdapterEntry(
-            name=name, path=path, generation=generation, state="ready", static=True, epoch=generation
-        )
+            entry = AdapterEntry(
+                name=name,
+                path=path,
+                generation=generation,
+                state="ready",
+                static=True,
+                epoch=generation,
+                fingerprint=fingerprint,
+            )
+            write.put(_row(entry))
+        self._entries[name] = entry
+
+
+def _row(entry: AdapterEntry) -> AdapterRow:
+    return AdapterRow(entry.name, entry.path, entry.generation, entry.state, entry.static, entry.fingerprint)
 
 
 def _load(entry: AdapterEntry) -> LoRARequest:

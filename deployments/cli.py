@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deployments.local_cluster import ENVIRONMENT
+from deployments.local_cluster import ENVIRONMENT, JOINING
 from lora_core.errors import LoRAFleetError
 
 console = Console(stderr=True, highlight=False)
@@ -43,6 +43,8 @@ def up(
         with deployed(config, port=port, num_cpus=num_cpus, report=_report) as served:
             adapters = [path.partition("=")[0] for path in served.config.settings.lora_config.lora_paths]
             print_requests(served.url, served.config.settings.base_name, adapters)
+            variables = " ".join(f"{name}={value}" for name, value in JOINING.items())
+            _report(f"for other Ray programs: {variables}, ray.init({served.cluster.address!r})")
             _report(f"logs: {served.log}; stop with Ctrl-C")
             served.wait()
     except LoRAFleetError as error:

@@ -11,6 +11,9 @@ from lora_core.errors import AdapterNotFound, EngineError
 
 logger = logging.getLogger(__name__)
 
+SHOWN_NAME = 256
+"""Characters of an unknown name that an answer repeats."""
+
 LOOKUP_TIMEOUT_S = 2.0
 """How long an unknown name is worth asking the router actor about."""
 
@@ -71,7 +74,8 @@ class ModelDirectory:
         entry = self._table.adapters.get(name)
         if entry is None:
             known = ", ".join([self.base_name, *sorted(self._table.adapters)])
-            raise AdapterNotFound(f"model {name!r} does not exist; known models: {known}")
+            shown = repr(name) if len(name) <= SHOWN_NAME else f"{name[:SHOWN_NAME]!r}..."
+            raise AdapterNotFound(f"model {shown} does not exist; known models: {known}")
         return Model(name, entry.epoch)
 
     async def _follow(self) -> None:

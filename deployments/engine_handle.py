@@ -10,7 +10,7 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.generation import GenerateCall, GenerateChunk
+from deployments.generation import GenerateCall, GenerateChunk, Refusal
 from lora_core.errors import EngineDead, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ class EngineHandle:
         finished = False
         try:
             async for chunk in response:
+                if isinstance(chunk, Refusal):
+                    raise chunk.error()
                 yield chunk
             finished = True
         except RayTaskError as error:

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from lora_core import errors
 from lora_core.messages import FinishReason, SamplingParams
 
 
@@ -20,10 +21,28 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     max_tokens: int | None = None
     """Most tokens to generate; unset fills what the context leaves. Takes the place of `sampling.max_tokens`."""
+    default_max_tokens: int | None = None
+    """Where `max_tokens` is unset: no more than this, nor than the context leaves."""
     stop: tuple[str, ...] = ()
     """The answer ends before the first of these that appears in its text."""
     epoch: int = 0
     """The replica must have applied adapter changes up to this epoch first (read your own writes)."""
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Comes instead of the first chunk when the call can never be served. Raised by whoever asked.
+
+    A value and not an exception on the way: Ray Serve logs every exception that leaves a replica, with its trace.
+    """
+
+    kind: str
+    """Name of a class in `lora_core.errors`."""
+    message: str
+
+    def error(self) -> errors.LoRAFleetError:
+        """The exception it stands for."""
+        kind: type[errors.LoRAFleetError] = getattr(errors, self.kind)
+        return kind(self.message)
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):

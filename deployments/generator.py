@@ -70,12 +70,23 @@ class Generator:
         if call.prompt_token_ids is not None:
             token_ids = call.prompt_token_ids
             self._check_token_ids(token_ids)
-        elif _num_characters(call) < LONG_PROMPT:
+        elif self._num_characters(call) < LONG_PROMPT:
             token_ids = self._encode(call)
         else:
             token_ids = await asyncio.to_thread(self._encode, call)
         self._check_stops(call)
         return Prompt(token_ids, msgspec.structs.replace(call.sampling, max_tokens=self._max_tokens(call, token_ids)))
+
+    def _num_characters(self, call: GenerateCall) -> int:
+        """The prompt's length, refused where no tokens could fit it in: encoding it would only hold up the others."""
+        num_characters = _num_characters(call)
+        most = self._ready.max_model_len * (self._tokenizer.longest_token if self._tokenizer is not None else 1)
+        if num_characters > most:
+            raise InvalidRequest(
+                f"the prompt has {num_characters} characters, which is over the context of {self._ready.max_model_len} "
+                "tokens however they are cut; shorten the prompt, or raise max_model_len"
+            )
+        return num_characters
 
     def _encode(self, call: GenerateCall) -> list[int]:
         if self._tokenizer is None:
@@ -111,7 +122,7 @@ class Generator:
                 "shorten the prompt, or raise max_model_len"
             )
         if call.max_tokens is None:
-            return context - num_prompt
+            return min(context - num_prompt, call.default_max_tokens or context)
         if call.max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {call.max_tokens}; it must be at least 1")
         if num_prompt + call.max_tokens > context:

@@ -77,7 +77,7 @@ def http_app(service: Service) -> FastAPI:
         """Unload an adapter from every replica."""
         return outcome_body(await service.unload_adapter(request.lora_name))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         """200 while at least one replica can serve."""
         replicas = await service.num_replicas()

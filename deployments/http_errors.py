@@ -69,6 +69,10 @@ def fault_of(error: BaseException) -> tuple[Fault, dict[str, Any]]:
 def describe_validation(error: ValidationError | RequestValidationError) -> tuple[str, str | None]:
     """All faults of a body in one sentence, and the field the first one names."""
     faults = error.errors()
+    if faults[0]["type"] == "json_invalid":
+        return f"the body is not JSON: {faults[0]['ctx']['error']} (at character {faults[0]['loc'][-1]})", None
+    if faults[0]["loc"] in ((), ("body",)) and faults[0]["type"] in _NOT_AN_OBJECT:
+        return "the body must be a JSON object, sent with Content-Type: application/json", None
     parts = []
     for fault in faults:
         where = _field(fault["loc"])
@@ -77,8 +81,15 @@ def describe_validation(error: ValidationError | RequestValidationError) -> tupl
     return "; ".join(unique), _field(faults[0]["loc"]) or None
 
 
+_NOT_AN_OBJECT = ("missing", "dict_type", "model_type", "model_attributes_type")
+_NO_FIELD = ("body", "str", "int", "list")
+
+
 def _field(loc: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in loc if part != "body" and not str(part).endswith("]"))
+    # Between a field's names stand those of the types it may have: "str", "list[...]", "constrained-str".
+    return ".".join(
+        str(part) for part in loc if isinstance(part, int) or (part.isidentifier() and part not in _NO_FIELD)
+    )
 
 
 def install(app: FastAPI) -> None:

@@ -134,6 +134,8 @@ class Ingress:
 
 def parse_body(body: dict[str, Any]) -> GenerationRequest:
     """Read a chat (it has `messages`) or completion body. Raises InvalidRequest."""
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body is a {type(body).__name__}; expected a dict")
     kind = ChatCompletionRequest if "messages" in body else CompletionRequest
     try:
         return kind.model_validate(body)

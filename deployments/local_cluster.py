@@ -18,11 +18,16 @@ import psutil
 
 from lora_core.errors import LoRAFleetError
 
-ENVIRONMENT = {
+JOINING = {
     # Without it Ray turns token authentication on and writes a token to the home folder.
     "RAY_AUTH_MODE": "disabled",
     # Makes every Ray process bind loopback; the name comes from the platforms Ray first needed it on.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+"""What a program must have in its environment, before it imports Ray, to join such a cluster."""
+
+ENVIRONMENT = {
+    **JOINING,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

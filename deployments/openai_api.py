@@ -32,6 +32,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto", None),
     "response_format": ({"type": "text"}, None),
     "modalities": (["text"], None),
+    "refusal": (None,),
+    "tool_calls": ([], None),
+    "function_call": (None,),
+    "audio": (None,),
+    "annotations": ([], None),
 }
 """Fields not served yet, each with the values that ask nothing of it."""
 
@@ -58,10 +63,15 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         for name, neutral in NEUTRAL_VALUES.items():
-            if name in data and name not in cls.model_fields and data[name] not in neutral:
+            if name in data and name not in cls.model_fields and not _asks_nothing(data[name], neutral):
                 raise ValueError(f"{name} is not supported by this server; leave it out")
         aside = {*NEUTRAL_VALUES, *NO_INFLUENCE} - set(cls.model_fields)
         return {key: value for key, value in data.items() if key not in aside}
+
+
+def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # To Python, True is 1 and False is 0; to a reader of the API they are not.
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral)
 
 
 class StreamOptions(Body):
@@ -78,7 +88,7 @@ class SamplingFields(Body):
     """What chat and plain completions share."""
 
     model: NonEmpty
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -130,6 +140,13 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _only_assistants_may_be_silent(self) -> "ChatMessage":
+        if not self.content and self.content != "" and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} needs content")
+        return self
 
     def rendered(self) -> dict[str, Any]:
         """The message as chat templates expect it: text joined, `developer` under its older name, `system`."""
@@ -169,7 +186,8 @@ class CompletionRequest(SamplingFields):
             prompt=self.prompt if isinstance(self.prompt, str) else None,
             prompt_token_ids=None if isinstance(self.prompt, str) else self.prompt,
             sampling=self.sampling(),
-            max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS,
+            max_tokens=self.max_tokens,
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
             stop=self.stop_strings(),
             epoch=epoch,
         )

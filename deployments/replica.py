@@ -14,11 +14,12 @@ from cluster.fleet import ROUTER_ACTOR
 from cluster.schema import AppSettings, parse_settings
 from deployments.adapter_follower import AdapterFollower
 from deployments.engine_client import EngineClient
-from deployments.generation import GenerateCall, GenerateChunk
+from deployments.generation import GenerateCall, GenerateChunk, Refusal
 from deployments.generator import Generator
 from deployments.router_client import RouterClient
 from deployments.tokenizer import ModelTokenizer
 from lora_core.config import EngineConfig
+from lora_core.errors import AdapterNotFound, InvalidRequest, LoRADisabled
 from lora_core.messages import EngineReady, Residency
 from lora_core.types import LoRARequest, LoRAResponse
 
@@ -62,21 +63,24 @@ class EngineReplica:
             await client.close()
             raise
 
-    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk | Refusal, None]:
         """Answer a call, see `Generator.generate`; closing the iterator ends it in the engine.
 
+        A call that can never be served (InvalidRequest, AdapterNotFound after all changes up to `call.epoch`,
+        LoRADisabled) is answered by a `Refusal`.
+
         Raises:
-            InvalidRequest: the call can never be served.
-            AdapterNotFound: this adapter is not loaded, after all changes up to `call.epoch`.
-            LoRADisabled: the server runs without adapters.
             RequestTimeout: this replica does not learn of the changes the call needs.
             EngineDead: the engine ended, or no longer makes progress.
         """
         if call.lora_name is not None:
             await self._joined.wait_for(call.epoch, EPOCH_TIMEOUT_S)
-        async with aclosing(self._generator.generate(call)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        try:
+            async with aclosing(self._generator.generate(call)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except (InvalidRequest, AdapterNotFound, LoRADisabled) as error:
+            yield Refusal(kind=type(error).__name__, message=str(error))
 
     async def router_name(self) -> str:
         """Ray name of the router actor."""

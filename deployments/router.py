@@ -10,18 +10,19 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from cluster.fingerprint import folder_fingerprint, is_changed
 from cluster.fleet import FleetTable, LoadOutcome, Registration, ReplicaUnknown
 from cluster.journal import session_journal
 from cluster.members import Members
 from cluster.names import check_name, static_adapters
-from cluster.registry import AdapterRegistry, Change
+from cluster.registry import AdapterEntry, AdapterRegistry, Change
 from cluster.schema import RouterSettings
 from cluster.verdict import judge_load, judge_unload, text_of, words
 from deployments.bell import Bell
@@ -31,6 +32,8 @@ from lora_core.messages import Residency
 from lora_core.types import LoRAResponse, LoRAStatus
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 COALESCE_S = 0.02
 """A table is published this long after a change, so that a burst of changes travels as one."""
@@ -78,7 +81,9 @@ class AdapterRouter:
         )
         self._members = Members(self._settings.lease_s)
         self._loads: dict[str, Loading] = {}
-        self._tasks: set[asyncio.Task[LoadOutcome]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        # Generations whose files were found changed.
+        self._outdated: set[int] = set()
         # Held by whoever changes a name; forgotten when nobody does.
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._changed, self._progress, self._published = Bell(), Bell(), Bell()
@@ -109,6 +114,8 @@ class AdapterRouter:
         self._schedule_sweep()
         self._progress.ring()
         self._publish()
+        if coming := [entry for name, entry in self._registry.ready().items() if name not in wanted]:
+            self._run(self._warn_of_changed_files(coming))
         logger.info("replica %s registered; %d change(s) to apply", replica_id, len(changes))
         return Registration(
             epoch=self._registry.epoch, changes=changes, router_name=self._name, lease_s=self._settings.lease_s
@@ -223,9 +230,9 @@ class AdapterRouter:
 
     # Inside
 
-    def _run(self, operation: Any) -> "asyncio.Task[LoadOutcome]":
+    def _run(self, operation: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
         """Run an operation apart from its caller, so that a caller that goes away does not leave it half done."""
-        task: asyncio.Task[LoadOutcome] = asyncio.get_running_loop().create_task(operation)
+        task = asyncio.get_running_loop().create_task(operation)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -240,8 +247,10 @@ class AdapterRouter:
                     status=LoRAStatus.LOAD_ERROR,
                     message=f"adapter {name!r} was not loaded: no replica is running; try again once /health is ok",
                 )
+            # Before any replica reads the files: a change during the load shows as one, too.
+            fingerprint = await asyncio.to_thread(folder_fingerprint, path)
             try:
-                change = self._registry.begin_load(name, path)
+                change = self._registry.begin_load(name, path, fingerprint)
             except LoRAFleetError as error:
                 return _failed(error)
             if change is None:
@@ -250,6 +259,19 @@ class AdapterRouter:
                     status=LoRAStatus.SUCCESS, message=f"adapter {name!r} was loaded already", epoch=epoch
                 )
             return await self._finish_load(name, change)
+
+    async def _warn_of_changed_files(self, entries: list[AdapterEntry]) -> None:
+        """Say, once for each, which adapters a new replica loads from other files than its fellows did."""
+        for entry in entries:
+            found = await asyncio.to_thread(folder_fingerprint, entry.path)
+            if is_changed(entry.fingerprint, found) and entry.generation not in self._outdated:
+                self._outdated.add(entry.generation)
+                logger.warning(
+                    "adapter %r: the files in %r have changed since it was loaded, and replicas that start from now on "
+                    "serve the new ones beside those that serve the old; unload it, and load it again",
+                    entry.name,
+                    entry.path,
+                )
 
     async def _finish_load(self, name: str, change: Change) -> LoadOutcome:
         self._announce()

@@ -41,6 +41,8 @@ class ModelTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self.longest_token = max(map(len, backend.get_vocab()), default=1)
+        """Most characters one token can stand for."""
 
     @staticmethod
     def exists(folder: Path) -> bool:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from lora_core.adapter_weights import SERVED_DTYPES, TensorInfo, list_keys
 from lora_core.errors import InvalidAdapter
-from lora_core.peft_config import PeftConfig
-from lora_core.types import LoRAType
+from lora_core.peft_config import ModuleRule, PeftConfig
+from lora_core.types import ADAPTER_CONFIG_FILE, LoRAType
 
 _PARENTS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
@@ -25,6 +25,7 @@ _PAIR = re.compile(
     r"(?P<module>layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>.+))"
     r"\.(?P<part>lora_A|lora_B)(?:\.(?P<adapter>[^.]+))?\.weight"
 )
+_SAVED_PREFIX = "base_model.model."
 _BASE_COPY = re.compile(r"(?:base_model\.|model\.|language_model\.)*(?P<module>.+)\.base_layer\.weight")
 
 
@@ -82,13 +83,36 @@ class PairKey(NamedTuple):
     trained_as: str
     adapter: str
 
+    def target_names(self) -> tuple[str, ...]:
+        """Names by which `target_modules` may mean the module.
+
+        A key in PEFT's own form for a Llama tells the name for certain; any other may come from a base model that
+        wraps its decoder differently, or have been renamed.
+        """
+        llama = f"model.{self.module}"
+        if self.key.startswith(f"{_SAVED_PREFIX}{llama}."):
+            return (llama,)
+        return (self.trained_as, llama, *self._wrapped_names(), self.module)
+
+    def exclusion_names(self) -> tuple[str, ...]:
+        """Names by which `exclude_modules` may mean the module: one, if the key has PEFT's form for a known wrapper.
+
+        Fewer than those of `target_modules`: a pattern that excludes all but the language model must not match a name
+        that the module never had.
+        """
+        is_wrapped = any(self.key.startswith(f"{_SAVED_PREFIX}{name}.") for name in self._wrapped_names())
+        return (self.trained_as,) if is_wrapped else self.target_names()
+
+    def _wrapped_names(self) -> tuple[str, str]:
+        return f"model.language_model.{self.module}", f"language_model.model.{self.module}"
+
 
 def parse_pair_key(key: str) -> PairKey | None:
     """Take a tensor key apart, or return None if it is not one of a decoder layer's `lora_A` or `lora_B` weights."""
     match = _PAIR.fullmatch(key)
     if match is None:
         return None
-    trained_as = key[: match.start("part") - 1].removeprefix("base_model.model.")
+    trained_as = key[: match.start("part") - 1].removeprefix(_SAVED_PREFIX)
     return PairKey(
         key=key,
         module=match["module"],
@@ -130,7 +154,7 @@ def plan_modules(
 
     Args:
         tensors: Headers of all tensors in the adapter's files.
-        config: Its config: ranks, alphas, layers to transform.
+        config: Its config: ranks, alphas, modules targeted and excluded, layers to transform.
         base: What the tensors must fit.
         max_lora_rank: Largest rank accepted.
         strict: Refuse tensors of modules this server does not adapt; False leaves those, and only those, out.
@@ -139,16 +163,16 @@ def plan_modules(
         Adapted modules in the order of their names in the files, at least one.
 
     Raises:
-        InvalidAdapter: a tensor has no place, the wrong shape or dtype, or no partner; a rank is too large; nothing
-            is left to apply. Keys, what was found and what was expected are named.
+        InvalidAdapter: a tensor has no place, the wrong shape or dtype, or no partner; a rank is too large; PEFT
+            would drop a tensor that the config does not target; nothing is left to apply. Keys, what was found and
+            what was expected are named.
     """
     pairs = _account(tensors, base, strict)
     modules = _pair_up(pairs)
-    plans: list[ModulePlan] = []
-    for module, (a, b) in modules.items():
-        plan = _plan(a, b, tensors, config, base, max_lora_rank)
-        if config.transforms(a.layer, *_names(a)):
-            plans.append(plan._replace(module=module))
+    transformed = {module for module, (a, _) in modules.items() if config.transforms(a.layer, *_names(a))}
+    _check_targets([pair for pair in pairs if pair.module in transformed], config)
+    planned = [_plan(a, b, tensors, config, base, max_lora_rank) for a, b in modules.values()]
+    plans = [plan for plan in planned if plan.module in transformed]
     if not plans:
         found = f"{len(tensors)} tensors" if tensors else "no tensor at all"
         raise InvalidAdapter(
@@ -214,6 +238,21 @@ def _pair_up(pairs: Iterable[PairKey]) -> dict[str, tuple[PairKey, PairKey]]:
     if alone:
         raise InvalidAdapter(f"tensors without their partner (lora_A needs lora_B and vice versa): {list_keys(alone)}")
     return {module: (found[LoRAType.A], found[LoRAType.B]) for module, found in parts.items()}
+
+
+def _check_targets(pairs: Iterable[PairKey], config: PeftConfig) -> None:
+    """Refuse tensors that PEFT would drop, with a warning, because the config does not mean their modules."""
+    dropped: dict[ModuleRule, dict[str, None]] = {}
+    for pair in pairs:
+        if config.excludes.matches(pair.exclusion_names()):
+            dropped.setdefault(config.excludes, {})[pair.module] = None
+        elif not config.targets.matches(pair.target_names()):
+            dropped.setdefault(config.targets, {})[pair.module] = None
+    for rule, modules in dropped.items():
+        raise InvalidAdapter(
+            f"{ADAPTER_CONFIG_FILE}: {rule}, and the file holds tensors of {list_keys(modules, limit=3)}; "
+            f"PEFT would not apply them: correct {rule.setting}, or leave the tensors out"
+        )
 
 
 def _names(pair: PairKey) -> tuple[str, str]:

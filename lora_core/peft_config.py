@@ -9,7 +9,7 @@ import math
 import re
 import reprlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,7 +22,11 @@ from lora_core.types import ADAPTER_CONFIG_FILE
 V = TypeVar("V")
 
 _MAX_CONFIG_BYTES = 4 * 2**20
+_MAX_PATTERNS = 1000
 _MAX_PATTERN_CHARS = 1000
+_MAX_REPEATS = 1000
+_MAX_UNROLLED_CHARS = 1_000_000
+_COUNTED_REPEAT = re.compile(r"\{(?P<least>[0-9]*)(?:,(?P<most>[0-9]*))?\}")
 
 _REFUSED_FEATURES = {
     "use_dora": "DoRA",
@@ -57,21 +61,29 @@ _BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 class PatternTable(Generic[V]):
     """Values by PEFT's suffix-regex rule: the first pattern p, in order, for which `(.*\\.)?(p)$` matches the name.
 
-    Patterns come from users. They are matched by an engine that can be stopped, with the interpreter lock released, and
-    all matching through one table shares a budget of a few seconds.
+    Patterns come from users. Their size is bounded before they are compiled. They are matched by an engine that can be
+    stopped, with the interpreter lock released, and all matching through one table shares a budget of a few seconds.
     """
 
-    def __init__(self, setting: str, values: Mapping[str, V], *, budget_s: float = 2.0) -> None:
-        """Compile the patterns; `setting` names them in errors.
+    def __init__(self, setting: str, values: Mapping[str, V], *, whole: bool = False, budget_s: float = 2.0) -> None:
+        """Compile the patterns.
+
+        Args:
+            setting: Names them in errors.
+            values: Value by pattern.
+            whole: A pattern must match the whole name instead of its last parts.
+            budget_s: Seconds that all matching may take.
 
         Raises:
-            InvalidAdapter: a pattern is not a regular expression, or is absurdly long.
+            InvalidAdapter: a pattern is not a regular expression, or they are too many, too long, or repeat too much.
         """
+        _check_size(setting, values)
         self._setting = setting
+        self._whole = whole
         self._entries = [(pattern, self._compile(pattern), value) for pattern, value in values.items()]
         self._budget_s = budget_s
 
-    def find(self, names: Sequence[str], default: V) -> V:
+    def find(self, names: Iterable[str], default: V) -> V:
         """Value of the first pattern that matches, trying all patterns on each name in turn.
 
         Raises:
@@ -84,27 +96,111 @@ class PatternTable(Generic[V]):
         return default
 
     def _compile(self, pattern: str) -> Any:
-        if len(pattern) > _MAX_PATTERN_CHARS:
-            raise _invalid(f"{self._setting} has a pattern of {len(pattern)} characters, at most {_MAX_PATTERN_CHARS}")
-        expression = rf"(.*\.)?({pattern})$"
+        expression = pattern if self._whole else rf"(.*\.)?({pattern})$"
         try:
             # PEFT matches with `re`: what `re` refuses, PEFT cannot load either.
             re.compile(expression)
-            return regex.compile(expression)
+            # Cached, hundreds of large patterns would outlive their adapters.
+            return regex.compile(expression, cache_pattern=False)
         except (re.error, regex.error, OverflowError, RecursionError) as error:
-            raise _invalid(f"{self._setting} has {pattern!r}, which is not a regular expression: {error}") from error
+            raise _invalid(
+                f"{self._setting} has {_show(pattern)}, which is not a regular expression: {error}"
+            ) from error
 
     def _matches(self, pattern: str, compiled: Any, name: str) -> bool:
+        match = compiled.fullmatch if self._whole else compiled.match
         started = time.monotonic()
         try:
             # A budget of exactly zero would mean no limit.
-            return compiled.match(name, timeout=max(self._budget_s, 1e-6), concurrent=True) is not None
+            return match(name, timeout=max(self._budget_s, 1e-6), concurrent=True) is not None
         except TimeoutError:
             raise _invalid(
-                f"{self._setting} takes seconds to match, at {pattern!r}; expected plain names or simple patterns"
+                f"{self._setting} takes seconds to match, at {_show(pattern)}; expected plain names or simple patterns"
             ) from None
         finally:
             self._budget_s -= time.monotonic() - started
+
+
+def _check_size(setting: str, patterns: Iterable[str]) -> None:
+    """Refuse what the engine would need too much memory for: it writes counted repeats out when it compiles."""
+    unrolled = 0
+    for count, pattern in enumerate(patterns, start=1):
+        if count > _MAX_PATTERNS:
+            raise _invalid(f"{setting} has more than {_MAX_PATTERNS} patterns, expected at most that many")
+        if len(pattern) > _MAX_PATTERN_CHARS:
+            raise _invalid(
+                f"{setting} has {_show(pattern)}, a pattern of {len(pattern)} characters; "
+                f"expected at most {_MAX_PATTERN_CHARS}"
+            )
+        unrolled += len(pattern) * _repeats(setting, pattern)
+    if unrolled > _MAX_UNROLLED_CHARS:
+        raise _invalid(
+            f"{setting} has patterns of {unrolled} characters with their counted repeats written out; "
+            f"expected at most {_MAX_UNROLLED_CHARS}"
+        )
+
+
+def _repeats(setting: str, pattern: str) -> int:
+    """Product of all counted repeats of a pattern, nested or not: the most that any part of it is repeated."""
+    product = 1
+    start = pattern.find("{")
+    while start >= 0:
+        counted = _COUNTED_REPEAT.match(pattern, start)
+        if counted is None:
+            # Engines disagree on such a brace (a character, a fuzzy match), and no module's name has one.
+            raise _invalid(f"{setting} has {_show(pattern)}, with a brace that is no counted repeat such as {{1,3}}")
+        # At most `_MAX_PATTERN_CHARS` digits, which `int` takes.
+        product *= max(1, int(counted["least"] or 0), int(counted["most"] or 0))
+        if product > _MAX_REPEATS:
+            raise _invalid(
+                f"{setting} has {_show(pattern)}, whose counted repeats multiply to more than {_MAX_REPEATS}; "
+                f"expected at most that, or * and +"
+            )
+        start = pattern.find("{", start + 1)
+    return product
+
+
+class ModuleRule:
+    """A value of `target_modules` or `exclude_modules`, by PEFT's rule for which modules it means.
+
+    A list means modules with one of its names, whole or after a dot; a string is a regex of whole names; and
+    "all-linear" means every linear layer but the output head, so all that a decoder layer has.
+    """
+
+    def __init__(self, setting: str, value: Sequence[str] | str) -> None:
+        """Compile the rule; `setting` names it in errors.
+
+        Raises:
+            InvalidAdapter: the value is a string that is not a regular expression, or too large a one.
+        """
+        self.setting = setting
+        self.value = value
+        self._means_all = setting == "target_modules" and isinstance(value, str) and value.lower() == "all-linear"
+        self._names = frozenset(() if isinstance(value, str) else value)
+        patterns = {value: True} if isinstance(value, str) and not self._means_all else {}
+        self._pattern = PatternTable(setting, patterns, whole=True)
+
+    def matches(self, names: Iterable[str]) -> bool:
+        """Whether the rule means the linear layer that goes by any of these names.
+
+        Raises:
+            InvalidAdapter: matching takes seconds.
+        """
+        names = tuple(names)
+        if self._means_all or any(part in self._names for name in names for part in _endings(name)):
+            return True
+        return self._pattern.find(names, False)
+
+    def __str__(self) -> str:
+        shown = self.value if isinstance(self.value, str) else list(self.value)
+        return f"{self.setting} is {_show(shown)}"
+
+
+def _endings(name: str) -> Iterable[str]:
+    """The name, and what follows each of its dots."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -120,7 +216,9 @@ class PeftConfig:
         use_rslora: The scale is `alpha / sqrt(rank)` instead of `alpha / rank`.
         rank_pattern: Ranks of modules that differ from `r`.
         alpha_pattern: Alphas of modules that differ from `lora_alpha`.
-        target_modules: What was adapted: names, a regex, or "all-linear". Tensor keys say so too, and more exactly.
+        target_modules: What was adapted: names, a regex, or "all-linear".
+        targets: Modules that `target_modules` means.
+        excludes: Modules that `exclude_modules` takes back out of them.
         layers_to_transform: Decoder layers adapted; None is all of them.
         layers_pattern: Regexes of the list that `layers_to_transform` counts in; empty is any.
         raw: The whole config as parsed.
@@ -133,6 +231,8 @@ class PeftConfig:
     rank_pattern: PatternTable[int]
     alpha_pattern: PatternTable[float]
     target_modules: tuple[str, ...] | str
+    targets: ModuleRule
+    excludes: ModuleRule
     layers_to_transform: frozenset[int] | None
     layers_pattern: PatternTable[bool] | None
     raw: dict[str, Any] = field(repr=False)
@@ -181,6 +281,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
         rank_pattern=PatternTable("rank_pattern", _by_pattern(raw, "rank_pattern", _positive_int)),
         alpha_pattern=PatternTable("alpha_pattern", _by_pattern(raw, "alpha_pattern", _number)),
         target_modules=target_modules,
+        targets=ModuleRule("target_modules", target_modules),
+        excludes=ModuleRule("exclude_modules", _exclude_modules(raw)),
         layers_to_transform=layers_to_transform,
         layers_pattern=_layers_pattern(raw, layers_to_transform),
         raw=raw,
@@ -299,7 +401,7 @@ def _by_pattern(raw: Mapping[str, Any], key: str, check: Any) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise _invalid(f"{key} is {_show(values)}, expected an object of module patterns")
-    return {pattern: check(value, f"{key}[{pattern!r}]") for pattern, value in values.items()}
+    return {pattern: check(value, f"{key}[{_show(pattern)}]") for pattern, value in values.items()}
 
 
 def _strings(value: Any, key: str) -> tuple[str, ...]:
@@ -314,11 +416,14 @@ def _target_modules(raw: Mapping[str, Any]) -> tuple[str, ...] | str:
         raise _invalid(f"target_modules is {_show(value)}, expected names, a regex or 'all-linear'")
     if not isinstance(value, str):
         return _strings(value, "target_modules")
-    try:
-        re.compile(value)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise _invalid(f"target_modules is {_show(value)}, which is not a regular expression: {error}") from error
     return value
+
+
+def _exclude_modules(raw: Mapping[str, Any]) -> tuple[str, ...] | str:
+    value = raw.get("exclude_modules")
+    if not value:
+        return ()
+    return value if isinstance(value, str) else _strings(value, "exclude_modules")
 
 
 def _layers_to_transform(raw: Mapping[str, Any], target_modules: tuple[str, ...] | str) -> frozenset[int] | None:

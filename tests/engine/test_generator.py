@@ -114,7 +114,9 @@ async def test_a_prompt_as_text_and_as_token_ids(served: Served) -> None:
     assert ids_of(as_ids) == reference_tokens(served.base, None, prompt, 8)
 
 
-async def test_a_long_prompt_is_encoded_beside_the_loop(served: Served) -> None:
+async def test_a_long_prompt_is_encoded_beside_the_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if some of its tokens stood for many characters.
+    monkeypatch.setattr(served.tokenizer, "longest_token", 100)
     with pytest.raises(InvalidRequest, match=f"4000 tokens.*{CONTEXT}"):
         await answer(served.generator, prompt="x" * 4000)
 
@@ -141,6 +143,24 @@ async def test_without_a_limit_an_answer_fills_the_context(served: Served) -> No
     prompt = served.tokenizer.encode("Hello")
     last = (await answer(served.generator, prompt="Hello"))[-1]
     assert (last.finish_reason, last.completion_tokens) == ("length", CONTEXT - len(prompt))
+
+
+async def test_a_default_limit_gives_way_to_the_context(served: Served) -> None:
+    for num_prompt, expected in ((5, 16), (CONTEXT - 3, 3)):
+        last = (await answer(served.generator, prompt_token_ids=[1] * num_prompt, default_max_tokens=16))[-1]
+        assert (last.finish_reason, last.completion_tokens) == ("length", expected)
+
+
+async def test_a_prompt_no_tokens_could_fit_in_is_refused_unread(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(served.tokenizer, "encode", encode)
+    too_long = "x" * (CONTEXT * served.tokenizer.longest_token + 1)
+    with pytest.raises(InvalidRequest, match=rf"{len(too_long)} characters.*{CONTEXT} tokens"):
+        await answer(served.generator, prompt=too_long)
 
 
 async def test_the_context_may_be_filled_exactly(served: Served) -> None:

@@ -1,6 +1,6 @@
 """Calls to replicas that die: what is tried again, how often, and what the caller is told."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +9,11 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from deployments import engine_handle
 from deployments.engine_handle import EngineHandle
-from deployments.generation import GenerateCall, GenerateChunk
+from deployments.generation import GenerateCall, GenerateChunk, Refusal
 from lora_core.errors import AdapterNotFound, EngineDead, EngineUnavailable
 
 CALL = GenerateCall(request_id="r", lora_name="pirate", prompt="hi")
-Script = list[GenerateChunk | Exception]
+Script = Sequence[GenerateChunk | Refusal | Exception]
 
 
 def chunk(text: str) -> GenerateChunk:
@@ -34,7 +34,7 @@ class Response:
     def cancel(self) -> None:
         self.cancelled = True
 
-    async def __aiter__(self) -> AsyncIterator[GenerateChunk]:
+    async def __aiter__(self) -> AsyncIterator[GenerateChunk | Refusal]:
         for item in self._script:
             if isinstance(item, Exception):
                 raise item
@@ -135,10 +135,12 @@ async def test_time_before_the_first_failure_does_not_count(clock: Callable[[flo
 
 
 async def test_refusals_are_passed_on_at_once(clock: object) -> None:
-    handle, played = engine([task_error(AdapterNotFound("no 'pirate'"))])
-    with pytest.raises(AdapterNotFound, match="no 'pirate'"):
-        await streamed(handle)
-    assert len(played.responses) == 1
+    refusal = Refusal(kind="AdapterNotFound", message="no 'pirate'")
+    for script in ([refusal], [task_error(AdapterNotFound("no 'pirate'"))]):
+        handle, played = engine(script)
+        with pytest.raises(AdapterNotFound, match="no 'pirate'"):
+            await streamed(handle)
+        assert len(played.responses) == 1
 
 
 async def test_a_stream_that_is_dropped_is_cancelled(clock: object) -> None:

@@ -25,6 +25,9 @@ PROJECTIONS = {
     "up_proj": (96, 64),
     "down_proj": (64, 96),
 }
+PATHS = tuple(
+    f"{'mlp' if name in ('gate_proj', 'up_proj', 'down_proj') else 'self_attn'}.{name}" for name in PROJECTIONS
+)
 WEIGHTS = "adapter_model.safetensors"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -302,10 +305,59 @@ def test_excluded_layers_equal_the_base(folder: Path) -> None:
         load(folder)
 
 
-def test_tensor_keys_tell_what_is_adapted(folder: Path) -> None:
-    """A partial file is an adapter of what is in it, whatever target_modules says."""
+def test_a_partial_file_is_an_adapter_of_what_is_in_it(folder: Path) -> None:
     edit_weights(folder, lambda tensors: {key: t for key, t in tensors.items() if "v_proj" in key or "up_proj" in key})
-    assert load(edit_config(folder, target_modules=["q_proj"])).target_modules == ("up_proj", "v_proj")
+    assert load(folder).target_modules == ("up_proj", "v_proj")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"target_modules": ["q_proj"]}, "target_modules is ['q_proj'], and the file holds tensors of layers."),
+        ({"target_modules": ["q_proj", "proj"]}, "and 9 more"),
+        ({"target_modules": "q_proj"}, "target_modules is 'q_proj'"),
+        ({"target_modules": "gate_proj"}, "and 11 more"),
+        ({"target_modules": ["x_proj"]}, "and 11 more"),
+        ({"target_modules": r"layers\..*"}, "and 11 more"),
+        ({"target_modules": r"model\.layers\.\d\..*[qkvope]_proj"}, "down_proj"),
+        ({"target_modules": "all-linear", "exclude_modules": ["v_proj"]}, "exclude_modules is ['v_proj']"),
+        ({"exclude_modules": r"model\.layers\.0\.mlp\.up_proj"}, "tensors of layers.0.mlp.up_proj;"),
+        ({"exclude_modules": ["model.layers.0.mlp.up_proj"]}, "tensors of layers.0.mlp.up_proj;"),
+    ],
+)
+def test_tensors_that_peft_would_drop_are_refused(folder: Path, fields: dict[str, Any], named: str) -> None:
+    edit_config(folder, **fields)
+    with pytest.raises(InvalidAdapter) as refusal:
+        load(folder)
+    assert str(refusal.value).startswith("adapter_config.json: ")
+    assert named in str(refusal.value)
+    assert "PEFT would not apply them" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj"},
+        {"target_modules": r"model\.language_model\.layers\..*"},
+        {"target_modules": r"language_model\.model\.layers\..*"},
+        {"target_modules": r"layers\.\d+\..*"},
+        {"target_modules": [f"model.layers.{n}.{path}" for n in range(2) for path in PATHS]},
+        {"target_modules": "all-linear", "exclude_modules": r"^(?!.*language_model).*$"},
+        {"target_modules": "all-linear", "exclude_modules": r".*(visual|vision).*"},
+    ],
+)
+def test_targets_are_known_under_any_wrapper(folder: Path, fields: dict[str, Any]) -> None:
+    edit_config(folder, **fields)
+    for wrapped in ("model.language_model.", "language_model.model."):
+        prefix = f"base_model.model.{wrapped}"
+        rename(folder, lambda key, prefix=prefix: prefix + key[key.index("layers.") :])  # type: ignore[misc]
+        assert len(load(folder).ranks) == 14
+
+
+def test_an_ambiguous_name_is_excluded_under_any_spelling(folder: Path) -> None:
+    rename(folder, lambda key: key.replace("base_model.model.", "base_model.model.model."))
+    with pytest.raises(InvalidAdapter, match=r"exclude_modules is .* tensors of layers.0.mlp.up_proj;"):
+        load(edit_config(folder, exclude_modules=r"model\.layers\.0\.mlp\.up_proj"))
 
 
 def test_a_non_strict_load_leaves_out_only_unserved_modules(folder: Path) -> None:

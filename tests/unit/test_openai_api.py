@@ -32,7 +32,8 @@ def test_chat_fields_reach_the_engine() -> None:
 
 def test_defaults() -> None:
     chat, text = parse_body(CHAT).call("id", None, 0), parse_body(TEXT).call("id", None, 0)
-    assert (chat.max_tokens, text.max_tokens) == (None, 16)
+    assert (chat.max_tokens, chat.default_max_tokens) == (None, None)
+    assert (text.max_tokens, text.default_max_tokens) == (None, 16)
     assert chat.sampling.temperature == 1.0
 
 
@@ -68,6 +69,11 @@ def test_prompt_may_be_token_ids() -> None:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"n": 2}, "n is not supported"),
+        ({"n": True}, "n is not supported"),
+        ({"logprobs": 0}, "logprobs is not supported"),
+        ({"messages": [{"role": "user"}]}, "needs content"),
+        ({"messages": [{"role": "user", "content": None}]}, "needs content"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls is not supported"),
         ({"logprobs": True}, "logprobs is not supported"),
         ({"logit_bias": {"1": 2}}, "logit_bias is not supported"),
         ({"tools": [{}]}, "tools is not supported"),
@@ -84,6 +90,32 @@ def test_wrong_fields_are_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_body({**CHAT, **change})
     assert named in str(caught.value)
+
+
+def test_a_history_as_clients_keep_it_is_read() -> None:
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+    }
+    messages = [*CHAT["messages"], answer, {"role": "tool", "content": "x", "tool_call_id": "1"}]
+    call = parse_body({**CHAT, "messages": messages, "stream": None}).call("id", None, 0)
+    assert [message["role"] for message in call.messages or ()] == ["user", "assistant", "tool"]
+
+
+def test_refusals_name_the_field_and_not_the_type_it_failed() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body({**CHAT, "stop": ""})
+    assert str(caught.value).startswith("stop: ")
+    assert "constrained" not in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [None, [], "x"])
+def test_a_body_that_is_no_object_is_refused(body: Any) -> None:
+    with pytest.raises(InvalidRequest, match="expected a dict"):
+        parse_body(body)
 
 
 @pytest.mark.parametrize("prompt", ["", [], [-1], [1.5], ["a"], None, 3])

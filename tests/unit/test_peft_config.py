@@ -10,12 +10,14 @@ from typing import Any
 
 import peft
 import pytest
+import regex  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from lora_core.errors import InvalidAdapter, InvalidAdapterPath
-from lora_core.peft_config import PatternTable, PeftConfig, read_peft_config
+from lora_core.peft_config import ModuleRule, PatternTable, PeftConfig, read_peft_config
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 
@@ -72,6 +74,9 @@ def test_missing_field_is_named(tmp_path: Path, key: str) -> None:
         ("target_modules", ["q_proj", 3]),
         ("target_modules", {"q_proj": 1}),
         ("target_modules", "model.(layers"),
+        ("exclude_modules", 7),
+        ("exclude_modules", ["q_proj", ""]),
+        ("exclude_modules", "model.(layers"),
         ("peft_type", "lora"),
         ("peft_type", "ADALORA"),
         ("peft_type", None),
@@ -224,6 +229,78 @@ def test_patterns_are_matched_as_peft_matches_them(patterns: list[str], module: 
     ranks = {pattern: index for index, pattern in enumerate(patterns, start=1)}
     expected = ranks.get(get_pattern_key(list(ranks), module), 0)
     assert PatternTable("rank_pattern", ranks).find([module], 0) == expected
+
+
+def never_compile(*_: Any, **__: Any) -> None:
+    raise AssertionError("compiled before its size was checked")
+
+
+# The products here are small enough to do no harm should a check be missing.
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("((x{11}){10}){10}", "counted repeats multiply to more than 1000"),
+        ("x{1001}", "counted repeats multiply to more than 1000"),
+        ("x{1001,}", "counted repeats multiply to more than 1000"),
+        ("(x{,40}){2,30}", "counted repeats multiply to more than 1000"),
+        ("x{" + "9" * 900 + "}", "counted repeats multiply to more than 1000"),
+        ("(?x)(x{5 0})", "a brace that is no counted repeat"),
+        ("(?:q_proj){e<=1}", "a brace that is no counted repeat"),
+        ("q" * 1001, "a pattern of 1001 characters; expected at most 1000"),
+    ],
+)
+@pytest.mark.parametrize(
+    "key", ["rank_pattern", "alpha_pattern", "layers_pattern", "target_modules", "exclude_modules"]
+)
+def test_a_pattern_that_compiles_large_is_refused_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, pattern: str, reason: str
+) -> None:
+    monkeypatch.setattr(regex, "compile", never_compile)
+    value: Any = {pattern: 4} if key in ("rank_pattern", "alpha_pattern") else pattern
+    layers = {"layers_to_transform": [0]} if key == "layers_pattern" else {}
+    with pytest.raises(InvalidAdapter, match=rf"^adapter_config.json: {key} has '.*{reason}") as refusal:
+        read(tmp_path, **{key: value}, **layers)
+    assert len(str(refusal.value)) < 250
+
+
+def test_tables_of_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PatternTable("rank_pattern", {f"q{n}": n for n in range(1000)}).find(["model.q999"], 0) == 999
+    assert PatternTable("rank_pattern", {r"(?:layers\.\d{1,3}\.){1,2}.*": 3}).find(["model.layers.10.q_proj"], 0) == 3
+    monkeypatch.setattr(regex, "compile", never_compile)
+    with pytest.raises(InvalidAdapter, match="rank_pattern has more than 1000 patterns"):
+        PatternTable("rank_pattern", {f"q{n}": n for n in range(1001)})
+    with pytest.raises(InvalidAdapter, match="alpha_pattern has patterns of 1100000 characters .* at most 1000000"):
+        PatternTable("alpha_pattern", {f"{n:04}{'x' * 100}{{100}}q": n for n in range(100)})
+
+
+TARGETS = (
+    ["q_proj"],
+    ["proj"],
+    ["self_attn.q_proj", "up_proj"],
+    ["model.layers.0.self_attn.q_proj"],
+    ["layers.0.self_attn.q_proj", "1.mlp.up_proj"],
+    "q_proj",
+    r".*\.q_proj",
+    r"(?i)MODEL\..*\.up_proj",
+    r"model\.layers\.\d\.",
+    r"model\.layers\.\d{1,2}\.self_attn\.q_proj|q_proj",
+    r"^(?!.*mlp).*$",
+)
+
+
+@given(st.sampled_from(TARGETS), st.sampled_from(((), *TARGETS)), st.sampled_from(MODULES))
+def test_modules_are_targeted_as_peft_targets_them(targets: Any, excluded: Any, module: str) -> None:
+    config = peft.LoraConfig(target_modules=targets, exclude_modules=excluded or None)
+    theirs = check_target_module_exists(config, module)
+    ours = ModuleRule("target_modules", targets).matches([module])
+    if ModuleRule("exclude_modules", excluded).matches([module]):
+        ours = False
+    assert ours == bool(theirs)
+
+
+def test_all_linear_means_every_linear_layer() -> None:
+    assert ModuleRule("target_modules", "All-Linear").matches(["model.layers.0.mlp.up_proj"])
+    assert not ModuleRule("exclude_modules", "all-linear").matches(["model.layers.0.mlp.up_proj"])
 
 
 def test_a_pattern_cannot_hold_the_loader_or_the_interpreter() -> None:

@@ -3,6 +3,7 @@
 import logging
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import registry as registry_module
+from cluster.fingerprint import folder_fingerprint
 from cluster.journal import session_journal
 from cluster.registry import AdapterRegistry, Change
 from lora_core.errors import AdapterNameTaken, AdapterNotFound, ConfigError, LoRAFleetError
@@ -47,6 +49,20 @@ def test_the_same_load_again_changes_nothing() -> None:
     before = registry.epoch
     assert registry.begin_load("a", "/a") is None
     assert registry.epoch == before
+
+
+def test_the_same_load_with_other_files_is_refused() -> None:
+    registry = AdapterRegistry()
+    registry.begin_load("a", "/a", "files of then")
+    assert registry.commit_load("a").fingerprint == "files of then"
+    before = registry.epoch
+    assert registry.begin_load("a", "/a", "files of then") is None
+    assert registry.begin_load("a", "/a") is None, "no one knows"
+    with pytest.raises(AdapterNameTaken, match=r"'a' is loaded from '/a', whose files have changed since; unload it"):
+        registry.begin_load("a", "/a", "files of now")
+    assert registry.epoch == before
+    loaded(registry, "unknown", "/u")
+    assert registry.begin_load("unknown", "/u", "files of now") is None
 
 
 @pytest.mark.parametrize("state", ["loading", "ready", "unloading"])
@@ -165,6 +181,71 @@ def test_ready_adapters_survive_a_restart(tmp_path: Path) -> None:
     assert second.ready() == first.ready()
     assert second.ready()["a"].generation == generation
     assert second.begin_load("b", "/elsewhere") is not None, "an adapter found unloading is gone"
+
+
+def adapter_folder(folder: Path, weights: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+def test_a_restart_keeps_the_fingerprint_of_what_replicas_hold(tmp_path: Path) -> None:
+    journal, static = tmp_path / "journal.sqlite", adapter_folder(tmp_path / "static", b"old")
+    first = AdapterRegistry(journal, static={"s": static}, run="1")
+    first.begin_load("a", "/a", "files of then")
+    first.commit_load("a")
+    assert first.entries["s"].fingerprint == folder_fingerprint(static)
+    adapter_folder(tmp_path / "static", b"newer")
+    second = AdapterRegistry(journal, static={"s": static}, run="1")
+    assert second.ready() == first.ready()
+    with pytest.raises(AdapterNameTaken, match="changed since"):
+        second.begin_load("s", static, folder_fingerprint(static))
+
+
+def test_a_new_run_serves_changed_files_as_a_new_generation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = tmp_path / "journal.sqlite"
+    paths = {name: adapter_folder(tmp_path / name, b"old") for name in ("s", "dynamic", "same")}
+    first = AdapterRegistry(journal, static={"s": paths["s"]}, run="1")
+    for name in ("dynamic", "same"):
+        first.begin_load(name, paths[name], folder_fingerprint(paths[name]))
+        first.commit_load(name)
+    loaded(first, "unknown", "/u")
+    for name in ("s", "dynamic"):
+        adapter_folder(tmp_path / name, b"newer")
+    with caplog.at_level(logging.WARNING):
+        second = AdapterRegistry(journal, static={"s": paths["s"]}, run="2")
+    for name in ("s", "dynamic"):
+        assert second.entries[name].generation > first.epoch, "what holds the old files loads the new ones"
+        assert second.entries[name].static == (name == "s")
+        assert second.begin_load(name, paths[name], folder_fingerprint(paths[name])) is None
+        assert paths[name] in caplog.text
+    assert {name: second.entries[name] for name in ("same", "unknown")} == {
+        name: first.entries[name] for name in ("same", "unknown")
+    }
+    assert AdapterRegistry(journal, static={"s": paths["s"]}, run="2").ready() == second.ready()
+
+
+def test_a_journal_from_before_fingerprints_opens(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript("""
+            CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+            CREATE TABLE adapters (
+                name TEXT PRIMARY KEY, path TEXT NOT NULL, generation INTEGER NOT NULL, state TEXT NOT NULL,
+                static INTEGER NOT NULL
+            ) WITHOUT ROWID;
+            CREATE TABLE withdrawn (name TEXT PRIMARY KEY) WITHOUT ROWID;
+            INSERT INTO meta VALUES ('epoch', 7);
+            INSERT INTO adapters VALUES ('a', '/a', 7, 'ready', 0);
+            PRAGMA user_version = 1;
+        """)
+    registry = AdapterRegistry(path)
+    assert (registry.entries["a"].generation, registry.entries["a"].fingerprint) == (7, None)
+    registry.begin_load("b", "/b", "files of then")
+    registry.commit_load("b")
+    again = AdapterRegistry(path)
+    assert again.ready() == registry.ready()
+    assert again.entries["b"].fingerprint == "files of then"
 
 
 def test_an_interrupted_load_is_dropped_and_replicas_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

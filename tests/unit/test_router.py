@@ -573,6 +573,79 @@ async def test_all_spellings_of_a_folder_are_one_adapter(tmp_path: Path, monkeyp
         assert replica.paths == {"a": str(folder), "static": str(folder)}
 
 
+def write_adapter(folder: Path, weights: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+@pytest.mark.parametrize("lora_paths", [[], ["w={folder}"]])
+async def test_a_load_of_files_that_changed_is_refused_until_the_old_ones_are_unloaded(
+    lora_paths: list[str], tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "w", b"old")
+    router = make_router(lora_paths=[entry.format(folder=path) for entry in lora_paths])
+    async with fleet(router, Replica(router, "r0")) as (replica,):
+        for _ in range(2):
+            assert (await router.load("w", path)).status is LoRAStatus.SUCCESS
+        (before,) = replica.applied
+        write_adapter(tmp_path / "w", b"newer")
+        refused = await router.load("w", path)
+        assert refused.status is LoRAStatus.LOAD_NAME_EXISTS
+        assert refused.message == (
+            f"adapter 'w' is loaded from {path!r}, whose files have changed since; unload it first to serve the new ones"
+        )
+        assert replica.applied == [before], "what is served goes on being served"
+        await router.unload("w")
+        assert (await router.load("w", path)).epoch > before.epoch
+        assert (await router.load("w", path)).message == "adapter 'w' was loaded already"
+
+
+async def test_a_restarted_router_knows_which_files_its_replicas_hold(tmp_path: Path) -> None:
+    path, settings = write_adapter(tmp_path / "w", b"old"), {"journal": str(tmp_path / "journal.sqlite")}
+    router = make_router(**settings)
+    async with fleet(router, Replica(router, "r0")) as (replica,):
+        await router.load("w", path)
+    successor = make_router(**settings)
+    replica.router = successor
+    async with fleet(successor, replica):
+        assert (await successor.load("w", path)).status is LoRAStatus.SUCCESS
+        write_adapter(tmp_path / "w", b"newer")
+        assert (await successor.load("w", path)).status is LoRAStatus.LOAD_NAME_EXISTS
+
+
+async def test_a_folder_that_is_gone_is_no_other_adapter(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "w", b"old")
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")):
+        await router.load("w", path)
+        (tmp_path / "w").rename(tmp_path / "elsewhere")
+        assert (await router.load("w", path)).status is LoRAStatus.SUCCESS
+
+
+async def test_a_replica_that_would_load_other_files_than_its_fellows_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, other = write_adapter(tmp_path / "w", b"old"), write_adapter(tmp_path / "same", b"old")
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")):
+        await router.load("w", path)
+        await router.load("same", other)
+        early = await Replica(router, "early").start()
+        await settled(lambda: not router._tasks)
+        assert "have changed" not in caplog.text
+        write_adapter(tmp_path / "w", b"newer")
+        late = await Replica(router, "late").start()
+        later = await Replica(router, "later").start()
+        await settled(lambda: not router._tasks)
+        (warning,) = [record for record in caplog.records if "have changed" in record.getMessage()]
+        assert warning.levelname == "WARNING"
+        assert "'w'" in warning.getMessage()
+        assert path in warning.getMessage()
+        await asyncio.gather(*(replica.stop() for replica in (early, late, later)))
+
+
 @pytest.mark.parametrize("path", ["org/name@rev", "/elsewhere/./adapter/", "~nobody-of-this-name/x", "~", ""])
 async def test_what_is_no_folder_here_is_left_as_it_is(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,8 +60,8 @@ class AdapterRegistry:
     replaces it, and one the configuration no longer names is dropped. A static adapter unloaded at run time stays
     unloaded when the router restarts within the same run, and returns with the next one.
 
-    Fingerprints are kept over a restart within the same run, whose replicas hold the files of then. A new run's replicas
-    load the files of now: an adapter whose files changed in between gets a new generation there.
+    Fingerprints are kept over a restart within the same run, whose replicas hold the files of then. The replicas of a
+    new run load the files of now: an adapter whose files changed in between gets a new generation there.
 
     Args:
         journal: SQLite file; unset keeps everything in memory.
@@ -241,29 +241,28 @@ class AdapterRegistry:
             with self._journal.transaction() as write:
                 write.remove(row.name)
 
-    def _renew_changed(self) -> None:
-        """Give adapters whose files changed a new generation, so that no replica mixes them up with the old ones."""
+    def _renew_fingerprints(self) -> None:
+        """Note what a new run's replicas will load; files that changed make a new generation."""
         for entry in list(self._entries.values()):
             found = folder_fingerprint(entry.path)
-            if is_changed(entry.fingerprint, found):
-                logger.warning(
-                    "adapter %r: the files in %r have changed since it was loaded; this run serves the new ones",
-                    entry.name,
-                    entry.path,
-                )
-                with self._journal.transaction() as write:
+            if found is None or found == entry.fingerprint:
+                continue
+            renewed = msgspec.structs.replace(entry, fingerprint=found)
+            with self._journal.transaction() as write:
+                if is_changed(entry.fingerprint, found):
+                    logger.warning(
+                        "adapter %r: the files in %r have changed since it was loaded; this run serves the new ones",
+                        entry.name,
+                        entry.path,
+                    )
                     epoch = write.next_epoch()
-                    renewed = msgspec.structs.replace(entry, generation=epoch, epoch=epoch, fingerprint=found)
-                    write.put(_row(renewed))
-                self._entries[entry.name] = renewed
+                    renewed = msgspec.structs.replace(renewed, generation=epoch, epoch=epoch)
+                write.put(_row(renewed))
+            self._entries[entry.name] = renewed
 
     def _merge_static(self, static: Mapping[str, str], run: str) -> None:
-        if run != self._journal.run:
-            # Before the run is noted: a start that is cut short is made up for by the next one.
-            self._renew_changed()
-            with self._journal.transaction() as write:
-                write.begin_run(run)
-        withdrawn = self._journal.withdrawn()
+        new_run = run != self._journal.run
+        withdrawn = set() if new_run else self._journal.withdrawn()
         for name in [name for name, entry in self._entries.items() if entry.static and name not in static]:
             logger.warning("adapter %r is no longer in lora_paths: dropped", name)
             with self._journal.transaction() as write:
@@ -272,6 +271,11 @@ class AdapterRegistry:
         for name, path in static.items():
             if name not in withdrawn:
                 self._set_static(name, path)
+        if new_run:
+            self._renew_fingerprints()
+            # Last, so that a start that is cut short is still a new run when it is tried again.
+            with self._journal.transaction() as write:
+                write.begin_run(run)
 
     def _set_static(self, name: str, path: str) -> None:
         entry = self._entries.get(name)

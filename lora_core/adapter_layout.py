@@ -248,7 +248,8 @@ def _check_targets(pairs: Iterable[PairKey], config: PeftConfig) -> None:
             dropped.setdefault(config.excludes, {})[pair.module] = None
         elif not config.targets.matches(pair.target_names()):
             dropped.setdefault(config.targets, {})[pair.module] = None
-    for rule, modules in dropped.items():
+    if dropped:
+        rule, modules = next(iter(dropped.items()))
         raise InvalidAdapter(
             f"{ADAPTER_CONFIG_FILE}: {rule}, and the file holds tensors of {list_keys(modules, limit=3)}; "
             f"PEFT would not apply them: correct {rule.setting}, or leave the tensors out"

@@ -22,9 +22,11 @@ class LoRAModel:
     Semantics, for every adapted module m with the rank r and scale c that PEFT gives it:
         lora_A[m + ".lora_A.weight"][:r] = A            (rows past r are zero)
         lora_B[m + ".lora_B.weight"][:, :r] = c * B     (columns past r are zero; multiplied in fp32, rounded once)
-    so that `lora_B @ lora_A` is PEFT's delta weight of m. An adapter that PEFT would apply in part, dropping tensors of modules
-    that its config does not target, is refused. Modules are named `layers.<n>.<path>`, e.g.
+    so that `lora_B @ lora_A` is PEFT's delta weight of m. Modules are named `layers.<n>.<path>`, e.g.
     `layers.0.self_attn.q_proj`. All tensors are private copies in the base dtype: nothing refers to the folder.
+
+    An adapter whose files hold tensors of modules that its config does not target, or excludes, is refused: PEFT drops
+    them with a warning.
 
     Attributes:
         name: The adapter's name.

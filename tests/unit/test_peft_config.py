@@ -269,7 +269,7 @@ def test_tables_of_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(regex, "compile", never_compile)
     with pytest.raises(InvalidAdapter, match="rank_pattern has more than 1000 patterns"):
         PatternTable("rank_pattern", {f"q{n}": n for n in range(1001)})
-    with pytest.raises(InvalidAdapter, match="alpha_pattern has patterns of 1100000 characters .* at most 1000000"):
+    with pytest.raises(InvalidAdapter, match=r"alpha_pattern has patterns of 1100000 characters .* at most 1000000"):
         PatternTable("alpha_pattern", {f"{n:04}{'x' * 100}{{100}}q": n for n in range(100)})
 
 

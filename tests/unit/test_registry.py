@@ -209,7 +209,9 @@ def test_a_new_run_serves_changed_files_as_a_new_generation(tmp_path: Path, capl
     for name in ("dynamic", "same"):
         first.begin_load(name, paths[name], folder_fingerprint(paths[name]))
         first.commit_load(name)
-    loaded(first, "unknown", "/u")
+    loaded(first, "gone", "/g")
+    paths["unknown"] = adapter_folder(tmp_path / "unknown", b"of whatever age")
+    unknown = loaded(first, "unknown", paths["unknown"])
     for name in ("s", "dynamic"):
         adapter_folder(tmp_path / name, b"newer")
     with caplog.at_level(logging.WARNING):
@@ -219,9 +221,9 @@ def test_a_new_run_serves_changed_files_as_a_new_generation(tmp_path: Path, capl
         assert second.entries[name].static == (name == "s")
         assert second.begin_load(name, paths[name], folder_fingerprint(paths[name])) is None
         assert paths[name] in caplog.text
-    assert {name: second.entries[name] for name in ("same", "unknown")} == {
-        name: first.entries[name] for name in ("same", "unknown")
-    }
+    assert [second.entries[name] for name in ("same", "gone")] == [first.entries[name] for name in ("same", "gone")]
+    assert second.entries["unknown"].generation == unknown
+    assert second.entries["unknown"].fingerprint == folder_fingerprint(paths["unknown"])
     assert AdapterRegistry(journal, static={"s": paths["s"]}, run="2").ready() == second.ready()
 
 

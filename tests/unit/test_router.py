@@ -594,7 +594,8 @@ async def test_a_load_of_files_that_changed_is_refused_until_the_old_ones_are_un
         refused = await router.load("w", path)
         assert refused.status is LoRAStatus.LOAD_NAME_EXISTS
         assert refused.message == (
-            f"adapter 'w' is loaded from {path!r}, whose files have changed since; unload it first to serve the new ones"
+            f"adapter 'w' is loaded from {path!r}, whose files have changed since; "
+            "unload it first to serve the new ones"
         )
         assert replica.applied == [before], "what is served goes on being served"
         await router.unload("w")

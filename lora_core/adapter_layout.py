@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from lora_core.adapter_weights import SERVED_DTYPES, TensorInfo, list_keys
 from lora_core.errors import InvalidAdapter
-from lora_core.peft_config import ModuleRule, PeftConfig
+from lora_core.module_patterns import ModuleRule
+from lora_core.peft_config import PeftConfig
 from lora_core.types import ADAPTER_CONFIG_FILE, LoRAType
 
 _PARENTS = {

@@ -2,7 +2,7 @@
 
 Prints one JSON line per point and data type. `ours-base` has no adapters in the batch (LoRA is on, as a server has
 it), `ours` and `peft` have 1, 4 or 8 all-linear ones, spread over the rows. Before a point is timed, its greedy tokens
-in fp32 are compared with PEFT's: a point that differs is reported and not timed.
+in fp32 are compared with PEFT's, up to a row's first near tie: a point that differs is reported and not timed.
 
 Decode rate: B * (N - 1) / (T(N) - T(1)); prefill rate: B * P / T(1), for B rows, prompts of P tokens, answers of N.
 """
@@ -29,6 +29,9 @@ NUM_TOKENS = 33
 RANK = 16
 ADAPTERS = 8
 REPEATS = 2
+NEAR_TIE = 1e-3
+"""Logits closer than this in fp32 may change order with the order of a sum."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Names = Sequence[str | None]
@@ -95,6 +98,26 @@ class Peft:
         )  # fmt: skip
         return answers[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
+    @torch.no_grad()
+    def margin(self, prompt: list[int], name: str | None) -> float:
+        """How far apart the two likeliest next tokens are, in logits."""
+        logits = self._model(torch.tensor([prompt]), adapter_names=[name or "__base__"]).logits[0, -1].float()
+        best, second = logits.topk(2).values.tolist()
+        return float(best - second)
+
+
+def agree(names: Names, ours: Ours, peft: Peft) -> bool:
+    """Whether both give the same tokens to every row, up to the first near tie of that row."""
+    answers = zip(
+        prompts(len(names)), names, ours.generate(names, NUM_TOKENS), peft.generate(names, NUM_TOKENS), strict=True
+    )
+    for prompt, name, found, right in answers:
+        if found != right:
+            same = next(index for index, (a, b) in enumerate(zip(found, right, strict=True)) if a != b)
+            if peft.margin(prompt + right[:same], name) > NEAR_TIE:
+                return False
+    return True
+
 
 def rates(system: Ours | Peft, names: Names) -> dict[str, float]:
     """Best of a few runs, in tokens per second."""
@@ -128,7 +151,7 @@ def run(base: Path, adapters: dict[str, Path], batches: Sequence[int]) -> int:
         for batch, count, names in points(batches):
             point = {"batch": batch, "adapters": count, "dtype": dtype}
             # bf16 flips near ties with the batch's shape in every engine, so tokens are compared in fp32, for both.
-            if dtype == "float32" and ours.generate(names, NUM_TOKENS) != peft.generate(names, NUM_TOKENS):
+            if dtype == "float32" and not agree(names, ours, peft):
                 wrong.add((batch, count))
             if (batch, count) in wrong:
                 print(json.dumps({"system": "ours", **point, "error": "fp32 tokens differ from PEFT's"}), flush=True)

@@ -29,7 +29,7 @@ NUM_TOKENS = 33
 RANK = 16
 ADAPTERS = 8
 REPEATS = 2
-NEAR_TIE = 1e-3
+NEAR_TIE = 1e-4
 """Logits closer than this in fp32 may change order with the order of a sum."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

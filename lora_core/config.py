@@ -31,6 +31,19 @@ class LoRAConfig(Settings):
     allow_remote: bool = Field(
         default=False, description="Allow a Hugging Face repo id (`org/name` or `org/name@rev`) as a path."
     )
+    adapt_embeddings: bool = Field(
+        default=True, description="Serve adapters of embed_tokens and lm_head; their slots cost memory by vocabulary."
+    )
+    host_memory_bytes: int = Field(
+        default=8 * 2**30,
+        ge=1,
+        description="Host memory for loaded adapters, per replica; those not used lately are read from disk again.",
+    )
+    drain_timeout_s: float = Field(
+        default=300,
+        ge=0,
+        description="How long requests of an unloaded or replaced adapter may take to end before they are ended.",
+    )
 
     @model_validator(mode="after")
     def _paths_need_lora(self) -> "LoRAConfig":
@@ -60,6 +73,9 @@ class EngineSettings(Settings):
         default=2.0, ge=0, description="A request waiting longer than this for a slot has one set aside for it."
     )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: torch's choice.")
+    quantization: Literal["none", "int8", "int4"] = Field(
+        default="none", description="Weight-only quantisation of the base's linear layers at start, through torchao."
+    )
     pack_weights: bool = Field(default=True, description="On CPU, reorder linear weights for oneDNN at start.")
 
 

@@ -7,6 +7,8 @@
     │   ├── AdapterNameTaken      the name belongs to another adapter, or to the base model
     │   ├── InvalidAdapterPath    nothing readable at this path
     │   ├── InvalidAdapter        files were found, and cannot be served exactly
+    │   ├── AdapterLost           a loaded adapter's files are gone or changed when they are needed again
+    │   ├── AdapterUnloaded       unloaded, and the request did not end within the drain's deadline
     │   └── LoRADisabled          the server runs with `enable_lora: false`
     ├── ConfigError               a setting that cannot work, found at start
     │   └── UnsupportedModel      the base model's architecture is not declared
@@ -45,6 +47,14 @@ class InvalidAdapterPath(AdapterError, ValueError):
 
 class InvalidAdapter(AdapterError, ValueError):
     """The adapter's files cannot be served exactly; the message says which and why."""
+
+
+class AdapterLost(AdapterError):
+    """A loaded adapter left host memory, and its files are gone or are other ones now."""
+
+
+class AdapterUnloaded(AdapterError):
+    """The adapter was unloaded, and the request did not end before the drain's deadline."""
 
 
 class LoRADisabled(AdapterError):

@@ -6,16 +6,19 @@ checkpoint's weights are fused, and which PEFT modules fill which part of a slot
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lora_core.errors import ConfigError
 
+TargetKind = Literal["layer", "embedding", "head"]
+
 
 @dataclass(frozen=True)
 class LoRATargetModule:
-    """One linear layer inside every decoder layer, and the PEFT projections it computes.
+    """One layer that adapters may change, and the PEFT projections it computes.
 
     Attributes:
         path: Where the linear layer is, from a decoder layer, e.g. `self_attn.qkv_proj`.
@@ -23,11 +26,14 @@ class LoRATargetModule:
             "v_proj")`. They are siblings of `path` in the checkpoint and in adapters.
         stacked: The checkpoint stores the projections apart and the decoder stores them as one weight, so their rows
             are concatenated at load. False: the checkpoint already has a weight at `path`.
+        kind: "layer": a linear layer inside every decoder layer. Once in the model: "embedding" is the token
+            embedding, which stands beside the list of decoder layers, "head" the linear output head.
     """
 
     path: str
     projections: tuple[str, ...]
     stacked: bool = False
+    kind: TargetKind = "layer"
 
     def siblings(self) -> tuple[str, ...]:
         """Paths of the projections inside a decoder layer, in fused order, e.g. `self_attn.q_proj`."""
@@ -43,6 +49,10 @@ class LoRATargetModule:
         if self.path == projection or self.path.endswith(f".{projection}"):
             return self.path
         return f"{parent}.{projection}" if parent else projection
+
+
+EMBEDDING_TARGET = LoRATargetModule("embed_tokens", ("embed_tokens",), kind="embedding")
+HEAD_TARGET = LoRATargetModule("lm_head", ("lm_head",), kind="head")
 
 
 @dataclass(frozen=True)

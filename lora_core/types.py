@@ -22,6 +22,8 @@ class LoRAType(enum.Enum):
     """Projects up, `[out, rank]`."""
     BIAS = "lora.bias"
     """A bias learned beside the pair; refused at load."""
+    GAIN = "lora_gain"
+    """DoRA's factor on the module's output, less one: `[out]`, zero where an adapter is plain LoRA."""
 
 
 class LoRAOperation(enum.Enum):
@@ -29,6 +31,8 @@ class LoRAOperation(enum.Enum):
 
     LOAD = "load"
     UNLOAD = "unload"
+    PIN = "pin"
+    UNPIN = "unpin"
 
 
 class LoRAStatus(enum.Enum):
@@ -41,24 +45,54 @@ class LoRAStatus(enum.Enum):
     UNLOAD_ERROR = "unload_error"
     LOAD_INVALID_PATH = "load_invalid_path"
     LOAD_INVALID_ADAPTER = "load_invalid_adapter"
+    PIN_NAME_NONEXISTENT = "pin_name_nonexistent"
+    PIN_ERROR = "pin_error"
     UNSPECIFIED_ERROR = "unspecified_error"
 
 
 class LoRARequest(msgspec.Struct, omit_defaults=True):
-    """Load or unload one adapter."""
+    """Load, unload, pin or unpin one adapter."""
 
     operation: LoRAOperation
     lora_name: str
     lora_path: str | None = None
     generation: int | None = None
     """Identity the adapter gets at load; unset lets the manager choose one."""
+    replace: bool = False
+    """A load takes the place of the adapter that has this name: requests in flight finish on the old weights."""
+    content_hash: str | None = None
+    """A load is refused if the files are not those of this hash; unset accepts any."""
 
 
-class LoRAResponse(msgspec.Struct):
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a load found and did."""
+
+    generation: int
+    content_hash: str
+    """Hash, in hex, that identifies the config and the weights."""
+    num_modules: int
+    ranks: dict[int, int]
+    """How many modules have each true rank."""
+    num_bytes: int
+    """Host memory the adapter takes."""
+    noop_modules: list[str] = []
+    """Modules whose output on a fixed input is the base's: all of them if the adapter is a no-op."""
+    phases_s: dict[str, float] = {}
+    """Seconds by phase: find (the folder, a download included), read, check, convert, canary."""
+
+    @property
+    def is_noop(self) -> bool:
+        """Whether no module's output differs from the base's."""
+        return len(self.noop_modules) == self.num_modules
+
+
+class LoRAResponse(msgspec.Struct, omit_defaults=True):
     """How a `LoRARequest` ended, in a status and in words."""
 
     status: LoRAStatus
     message: str | list[str]
+    report: LoadReport | None = None
+    """Of the load that made the adapter what it is now; set when a load ends well."""
 
 
 class AdapterRef(NamedTuple):

@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup serve check test smoke bench-decode demo-adapters clean
+.PHONY: setup serve check test smoke cases bench-decode bench-load demo-adapters clean
 
 setup: $(INSTALLED)
 
@@ -31,8 +31,14 @@ test: check
 smoke: setup
 	$(BIN)/python -m tests.serve.smoke
 
+cases: setup
+	$(BIN)/python -m tests.cases
+
 bench-decode: setup
 	$(BIN)/python -m tests.bench.bench_decode
+
+bench-load: setup
+	$(BIN)/python -m tests.bench.bench_load
 
 demo-adapters: setup
 	$(BIN)/python -m cluster.demo.train_adapters

@@ -1,13 +1,14 @@
 """What the router actor and the rest of the fleet tell one another: plain structs, no Ray.
 
-`AdapterEntry` and `Change` belong to the desired state and live in `cluster.registry`.
+`AdapterEntry` and `Change` belong to the desired state and live in `cluster.entry` and `cluster.changes`.
 """
 
 import msgspec
 
-from cluster.registry import AdapterEntry, Change
+from cluster.changes import Change
+from cluster.entry import AdapterEntry
 from lora_core.errors import LoRAFleetError
-from lora_core.types import LoRAStatus
+from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 
 ROUTER_ACTOR = "adapter_router"
 """Name of the router actor within its deployment, and its key in a replica's metadata."""
@@ -22,15 +23,24 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: int
     changes: list[Change]
-    """To apply in the order given: unloads of what the replica holds and should not, then loads of what it lacks."""
+    """To apply in the order given: unloads of what the replica holds and should not, loads of what it lacks, pins."""
     router_name: str
     """The router actor's Ray name in namespace "serve"; empty outside Ray."""
     lease_s: float = 5.0
     """A replica silent for longer than this no longer counts; while it applies changes it sends heartbeats."""
 
 
+class Applied(msgspec.Struct, kw_only=True):
+    """What a replica answered to the changes it has applied."""
+
+    adapters: dict[str, LoRAResponse] = {}
+    """By name, the last answer to a load or unload."""
+    pins: dict[str, LoRAResponse] = {}
+    """By name, the last answer to a pin or unpin."""
+
+
 class LoadOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a load or unload ended over the whole fleet."""
+    """How a load, unload, pin or unpin ended over the whole fleet."""
 
     status: LoRAStatus
     message: str
@@ -38,6 +48,18 @@ class LoadOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """replica id -> its own words: its status and message."""
     epoch: int = 0
     """Epoch that a request must carry to see the change; 0 when nothing was changed."""
+    report: LoadReport | None = None
+    """Of a load that ended well: what is now served, and the time it took the slowest replica."""
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter that can be asked for, in detail."""
+
+    entry: AdapterEntry
+    report: LoadReport | None
+    """Of the load that made it what it is; None where it is not known."""
+    replicas: dict[str, str]
+    """Replica id -> "resident" (in a slot), "loaded", "loading", or why that replica does not serve it."""
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):

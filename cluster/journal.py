@@ -14,17 +14,26 @@ from lora_core.errors import ConfigError, LoRAFleetError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
-"""`PRAGMA user_version` of the tables below. Format 1 had no fingerprints; it is brought up to date when opened."""
+FORMAT = 3
+"""`PRAGMA user_version` of the tables below. Columns that an earlier format lacks are added when a journal is opened:
+format 1 had no fingerprints, format 2 no content hashes, pins and reports."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS adapters (
     name TEXT PRIMARY KEY, path TEXT NOT NULL, generation INTEGER NOT NULL, state TEXT NOT NULL,
-    static INTEGER NOT NULL, fingerprint TEXT
+    static INTEGER NOT NULL, fingerprint TEXT, content_hash TEXT, pinned INTEGER NOT NULL DEFAULT 0, report BLOB
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS withdrawn (name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
+
+LATER_COLUMNS = {
+    "fingerprint": "TEXT",
+    "content_hash": "TEXT",
+    "pinned": "INTEGER NOT NULL DEFAULT 0",
+    "report": "BLOB",
+}
+"""Columns of `adapters` that format 1 did not have."""
 
 
 class AdapterRow(NamedTuple):
@@ -37,6 +46,11 @@ class AdapterRow(NamedTuple):
     static: bool
     fingerprint: str | None
     """Of the files in `path` when it was loaded; None where unknown."""
+    content_hash: str | None = None
+    """Identity of what was loaded; None where unknown."""
+    pinned: bool = False
+    report: bytes | None = None
+    """JSON of the `LoadReport` of its load; None where unknown."""
 
 
 def session_journal(session: Path, app: str, deployment: str) -> Path:
@@ -87,7 +101,7 @@ class Journal:
     def adapters(self) -> list[AdapterRow]:
         """All adapters, in the order of their generations."""
         rows = self._database.execute(f"SELECT {', '.join(AdapterRow._fields)} FROM adapters ORDER BY generation")
-        return [row._replace(static=bool(row.static)) for row in map(AdapterRow._make, rows)]
+        return [row._replace(static=bool(row.static), pinned=bool(row.pinned)) for row in map(AdapterRow._make, rows)]
 
     def withdrawn(self) -> set[str]:
         """Static adapters that were unloaded in the journal's run."""
@@ -137,8 +151,9 @@ class Journal:
         self._database.executescript(TABLES)
         self._database.execute("BEGIN IMMEDIATE")
         columns = {column for _, column, *_ in self._database.execute("PRAGMA table_info(adapters)")}
-        if "fingerprint" not in columns:
-            self._database.execute("ALTER TABLE adapters ADD COLUMN fingerprint TEXT")
+        for column, kind in LATER_COLUMNS.items():
+            if column not in columns:
+                self._database.execute(f"ALTER TABLE adapters ADD COLUMN {column} {kind}")
         # A new journal starts at the time of day, so that a generation is not given out twice even where the file was
         # removed between two runs whose replicas live on.
         origin = time.time_ns() // 1_000_000
@@ -167,7 +182,9 @@ class JournalWriter:
     def put(self, adapter: AdapterRow) -> None:
         """Add or replace an adapter."""
         self._database.execute(
-            f"INSERT OR REPLACE INTO adapters ({', '.join(AdapterRow._fields)}) VALUES (?, ?, ?, ?, ?, ?)", adapter
+            f"INSERT OR REPLACE INTO adapters ({', '.join(AdapterRow._fields)}) "
+            f"VALUES ({', '.join('?' for _ in adapter)})",
+            adapter,
         )
 
     def remove(self, name: str) -> None:

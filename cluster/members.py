@@ -4,10 +4,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.fleet import ReplicaState, ReplicaUnknown
-from cluster.registry import AdapterEntry
+from cluster.entry import AdapterEntry
+from cluster.fleet import Applied, ReplicaState, ReplicaUnknown
+from cluster.verdict import text_of
 from lora_core.messages import Residency
 from lora_core.types import AdapterRef, LoRAResponse, LoRAStatus
+
+NOTHING_REPORTED = Residency(sequence=-1, resident=[], loaded=[])
+"""What is known of a replica that has not reported its residency yet."""
 
 
 class Word(NamedTuple):
@@ -26,13 +30,19 @@ class Member:
     epoch: int
     """Last change acknowledged."""
     words: dict[str, Word] = field(default_factory=dict)
+    """On loads and unloads, by name."""
+    pin_words: dict[str, Word] = field(default_factory=dict)
+    """On pins and unpins, by name."""
     residency: Residency | None = None
     num_slots: int = 0
 
     def response(self, name: str, epoch: int) -> LoRAResponse | None:
-        """What the replica said of an adapter's change at `epoch` or later; None before it did."""
-        word = self.words.get(name)
-        return word.response if word is not None and word.epoch >= epoch else None
+        """What the replica said of an adapter's load or unload at `epoch` or later; None before it did."""
+        return _response(self.words, name, epoch)
+
+    def pin_response(self, name: str, epoch: int) -> LoRAResponse | None:
+        """What the replica said of an adapter's pin or unpin at `epoch` or later; None before it did."""
+        return _response(self.pin_words, name, epoch)
 
 
 class Members:
@@ -89,21 +99,21 @@ class Members:
             self._states.pop(replica_id, None)
         return gone
 
-    def acknowledge(
-        self, member: Member, epoch: int, results: Mapping[str, LoRAResponse], entries: Mapping[str, AdapterEntry]
-    ) -> None:
+    def acknowledge(self, member: Member, epoch: int, applied: Applied, entries: Mapping[str, AdapterEntry]) -> None:
         """Note what a replica applied. Words on adapters that are no longer in `entries` are not kept."""
         member.epoch = max(member.epoch, epoch)
-        for name, response in results.items():
-            word = member.words.get(name)
-            if name in entries and (word is None or word.epoch <= epoch):
-                member.words[name] = Word(epoch, response)
+        for words, results in ((member.words, applied.adapters), (member.pin_words, applied.pins)):
+            for name, response in results.items():
+                word = words.get(name)
+                if name in entries and (word is None or word.epoch <= epoch):
+                    words[name] = Word(epoch, response)
         self._states.pop(member.replica_id, None)
 
     def forget(self, name: str) -> None:
         """Drop every word on an adapter that is gone."""
         for member in self._members.values():
             member.words.pop(name, None)
+            member.pin_words.pop(name, None)
 
     def report(self, member: Member, residency: Residency, num_slots: int) -> bool:
         """Note what a replica holds; False for a report older than the one known."""
@@ -123,8 +133,25 @@ class Members:
             self._states[replica_id] = self._state(self._members[replica_id])
         return {replica_id: self._states[replica_id] for replica_id in self._members}
 
+    def status(self, name: str, entry: AdapterEntry) -> dict[str, str]:
+        """Each member's part in one adapter that is served, see `cluster.fleet.AdapterStatus`."""
+        states = {}
+        for member in self._members.values():
+            response = member.response(name, entry.generation)
+            report, served = member.residency or NOTHING_REPORTED, AdapterRef(name, entry.generation)
+            if served in report.resident:
+                states[member.replica_id] = "resident"
+            elif served in report.loaded:
+                states[member.replica_id] = "loaded"
+            elif response is None:
+                states[member.replica_id] = "loading"
+            else:
+                loaded = response.status is LoRAStatus.SUCCESS
+                states[member.replica_id] = "loaded" if loaded else f"refused: {text_of(response)}"
+        return states
+
     def _state(self, member: Member) -> ReplicaState:
-        report = member.residency or Residency(sequence=-1, resident=[], loaded=[])
+        report = member.residency or NOTHING_REPORTED
         said = {name: member.response(name, entry.generation) for name, entry in self._ready.items()}
         loaded = self._served(report.loaded)
         loaded |= {name for name, word in said.items() if word is not None and word.status is LoRAStatus.SUCCESS}
@@ -143,3 +170,8 @@ class Members:
         """Names of the references whose generation is the one served."""
         ready = self._ready
         return frozenset(name for name, generation in refs if name in ready and ready[name].generation == generation)
+
+
+def _response(words: Mapping[str, Word], name: str, epoch: int) -> LoRAResponse | None:
+    word = words.get(name)
+    return word.response if word is not None and word.epoch >= epoch else None

@@ -1,15 +1,18 @@
-"""How a load or unload ended over the whole fleet, from what each replica answered."""
+"""How a change of an adapter ended over the whole fleet, from what each replica answered."""
 
 from collections.abc import Mapping
 
-from lora_core.types import LoRAResponse, LoRAStatus
+from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
+
+SHOWN_HASH = 12
+"""Digits of a content hash that a message shows."""
 
 Answers = Mapping[str, LoRAResponse | None]
 """replica id -> its response; None where it acknowledged the change without one."""
 
 
 def judge_load(name: str, answers: Answers, late: list[str], timeout_s: float) -> LoRAResponse | None:
-    """Why a load failed; None where every replica has the adapter.
+    """Why a load failed; None where every replica has the adapter, and the same one.
 
     Args:
         name: The adapter.
@@ -28,8 +31,53 @@ def judge_load(name: str, answers: Answers, late: list[str], timeout_s: float) -
     elif not answers:
         fault = "every replica died meanwhile; try again once /health is ok"
     else:
-        return None
+        return _judge_content(name, answers)
     return LoRAResponse(LoRAStatus.LOAD_ERROR, f"adapter {name!r} was not loaded: {fault}")
+
+
+def reports_of(answers: Answers) -> dict[str, LoadReport]:
+    """What the replicas that loaded an adapter found, by replica id."""
+    return {r: answer.report for r, answer in sorted(answers.items()) if answer and answer.report is not None}
+
+
+def slowest(answers: Answers) -> LoadReport | None:
+    """The report of the replica that took longest, and so of how long the fleet took; None where there is none."""
+    return max(reports_of(answers).values(), key=lambda report: sum(report.phases_s.values()), default=None)
+
+
+def other_content(name: str, expected: str, found: str) -> LoRAResponse:
+    """What is said of a replica that loaded other content than its fellows."""
+    return LoRAResponse(
+        LoRAStatus.LOAD_INVALID_ADAPTER,
+        f"adapter {name!r} has other content here ({_shown(found)}) than on the replicas that serve it "
+        f"({_shown(expected)}); put the same files on every node, and load it again",
+    )
+
+
+def judge_swap(name: str, answers: Answers, late: list[str]) -> str:
+    """How the last step of a replacement went, in words. It is not undone: every replica had the new content before."""
+    lost = {r: answer for r, answer in sorted(answers.items()) if answer and answer.status != LoRAStatus.SUCCESS}
+    parts = [f"{replica} does not serve it ({text_of(answer)})" for replica, answer in lost.items()]
+    parts += [f"{replica} has yet to swap" for replica in late]
+    return "; ".join([f"adapter {name!r} is replaced on {len(answers) - len(lost)} replica(s)", *parts])
+
+
+def judge_pin(name: str, answers: Answers, late: list[str], timeout_s: float) -> LoRAResponse | None:
+    """Why a pin or unpin failed; None where every replica that serves the adapter has done it.
+
+    A replica that does not serve the adapter has nothing to pin.
+    """
+    passed = (LoRAStatus.SUCCESS, LoRAStatus.PIN_NAME_NONEXISTENT)
+    refusals = {r: answer for r, answer in sorted(answers.items()) if answer and answer.status not in passed}
+    if refusals:
+        return _joined(refusals, len(answers))
+    if late:
+        fault = f"no answer within {timeout_s:g} s (router.change_timeout_s) from replica(s) {', '.join(late)}"
+    elif all(answer and answer.status is LoRAStatus.PIN_NAME_NONEXISTENT for answer in answers.values()):
+        fault = "no replica serves it now; try again once /health is ok"
+    else:
+        return None
+    return LoRAResponse(LoRAStatus.PIN_ERROR, f"adapter {name!r}: {fault}")
 
 
 def judge_unload(name: str, answers: Answers, late: list[str]) -> LoRAResponse:
@@ -55,6 +103,25 @@ def words(answers: Answers) -> dict[str, str]:
 def text_of(response: LoRAResponse) -> str:
     """A response's message as one text."""
     return response.message if isinstance(response.message, str) else "; ".join(response.message)
+
+
+def _judge_content(name: str, answers: Answers) -> LoRAResponse | None:
+    """Refuse content that differs between replicas; those that name no hash are taken at their word."""
+    holders: dict[str, list[str]] = {}
+    for replica, report in reports_of(answers).items():
+        holders.setdefault(report.content_hash, []).append(replica)
+    if len(holders) < 2:
+        return None
+    parts = "; ".join(f"{_shown(found)} on {', '.join(replicas)}" for found, replicas in holders.items())
+    return LoRAResponse(
+        LoRAStatus.LOAD_INVALID_ADAPTER,
+        f"adapter {name!r} was not loaded: its content differs between replicas ({parts}); "
+        "put the same files on every node, and load it again",
+    )
+
+
+def _shown(content_hash: str) -> str:
+    return content_hash[:SHOWN_HASH]
 
 
 def _joined(refusals: Mapping[str, LoRAResponse], num_answers: int) -> LoRAResponse:

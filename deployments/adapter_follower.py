@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Protocol
 
-from cluster.fleet import Registration, ReplicaUnknown
-from cluster.registry import Change
-from lora_core.errors import ConfigError, EngineDead, LoRAFleetError, RequestTimeout
+from cluster.changes import Change
+from cluster.fleet import Applied, Registration, ReplicaUnknown
+from cluster.verdict import text_of
+from deployments.held_adapters import HeldAdapters
+from lora_core.errors import ConfigError, EngineDead, RequestTimeout
 from lora_core.messages import Residency
-from lora_core.types import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
+from lora_core.types import LoRARequest, LoRAResponse, LoRAStatus
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +33,15 @@ class Router(Protocol):
     All but `register` raise ReplicaUnknown when the replica has to register again.
     """
 
-    async def register(self, replica_id: str, holding: Mapping[str, int] | None = None) -> Registration: ...
+    async def register(
+        self, replica_id: str, holding: Mapping[str, int] | None = None, pinned: Collection[str] = ()
+    ) -> Registration: ...
 
     async def heartbeat(self, replica_id: str) -> None: ...
 
     async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]: ...
 
-    async def acknowledge(self, replica_id: str, epoch: int, results: Mapping[str, LoRAResponse]) -> None: ...
+    async def acknowledge(self, replica_id: str, epoch: int, applied: Applied) -> list[Change]: ...
 
     async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None: ...
 
@@ -51,8 +55,7 @@ class AdapterFollower:
 
     Args:
         router: The router actor.
-        apply: Loads or unloads an adapter in the engine. An exception it raises is a failed change, except for
-            EngineDead, after which the change is tried again.
+        apply: Loads, unloads, pins or unpins an adapter in the engine, see `HeldAdapters`.
         replica_id: Serve's unique id of this replica.
         num_slots: Adapter slots of its engine.
     """
@@ -65,13 +68,11 @@ class AdapterFollower:
         self.epoch = 0
         """Last change applied."""
         self._router = router
-        self._apply_change = apply
+        self._held = HeldAdapters(apply)
         self._replica_id = replica_id
         self._num_slots = num_slots
         self._lease_s = POLL_S
-        # name -> generation of what is loaded.
-        self._holding: dict[str, int] = {}
-        self._unacknowledged: list[tuple[int, Mapping[str, LoRAResponse]]] = []
+        self._unacknowledged: list[tuple[int, Applied]] = []
         self._applied = asyncio.Event()
         self._residency: Residency | None = None
         self._residency_changed = asyncio.Event()
@@ -80,11 +81,13 @@ class AdapterFollower:
     async def join(self) -> None:
         """Register, and apply what this replica lacks, so that it serves what its fellows serve.
 
-        An adapter loaded at run time that this replica cannot load is reported to the router actor, and is not fatal.
+        An adapter that this replica cannot load, or of which it finds other content than its fellows serve, is
+        reported to the router actor, and is not fatal: its requests go to the others.
         Nor is a router actor that dies or forgets this replica meanwhile: it is joined again, `JOIN_ATTEMPTS` in all.
 
         Raises:
-            ConfigError: an adapter of the configuration (`lora_paths`) cannot be loaded; it is named.
+            ConfigError: an adapter of the configuration (`lora_paths`) that no replica has served yet cannot be
+                loaded; it is named.
             EngineDead: the engine ended.
             Exception: what the last attempt failed with.
         """
@@ -112,6 +115,10 @@ class AdapterFollower:
         self._residency = residency
         self._residency_changed.set()
 
+    def refusal(self, name: str) -> str | None:
+        """Why an adapter that the fleet serves is not served by this replica; None where it is, or there is none."""
+        return self._held.refusal(name)
+
     async def wait_for(self, epoch: int, timeout_s: float) -> None:
         """Return once changes up to `epoch` are applied.
 
@@ -136,15 +143,17 @@ class AdapterFollower:
 
     async def _join(self) -> None:
         registration = await self._register()
-        results = await self._keeping_lease(self._apply_all(registration.changes))
+        applied = await self._keeping_lease(self._held.apply(registration.changes))
         faults = [
-            f"{change.request.lora_name!r} ({_words(results[change.request.lora_name])})"
+            f"{change.request.lora_name!r} ({text_of(answer)})"
             for change in registration.changes
-            if change.static and results[change.request.lora_name].status is not LoRAStatus.SUCCESS
+            # One with a hash is right somewhere: files that changed since must not keep a replica from starting.
+            if change.static and change.request.content_hash is None
+            if (answer := applied.adapters[change.request.lora_name]).status is not LoRAStatus.SUCCESS
         ]
         if faults:
             raise ConfigError(f"lora_paths: cannot be served: {'; '.join(faults)}")
-        await self._finish_joining(registration, results)
+        await self._finish_joining(registration, applied)
 
     async def _reach(self, epoch: int) -> None:
         while self.epoch < epoch:
@@ -169,15 +178,15 @@ class AdapterFollower:
             for change in changes:
                 if change.epoch <= self.epoch:
                     continue
-                results = await self._keeping_lease(self._apply_all([change]))
+                applied = await self._keeping_lease(self._held.apply([change]))
                 self._advance(change.epoch)
-                self._unacknowledged.append((change.epoch, results))
+                self._unacknowledged.append((change.epoch, applied))
                 await self._acknowledge()
         except ReplicaUnknown:
             logger.info("the router actor does not know this replica; registering again")
             registration = await self._register()
-            results = await self._keeping_lease(self._apply_all(registration.changes))
-            await self._finish_joining(registration, results)
+            applied = await self._keeping_lease(self._held.apply(registration.changes))
+            await self._finish_joining(registration, applied)
 
     async def _report(self) -> None:
         await self._residency_changed.wait()
@@ -194,56 +203,33 @@ class AdapterFollower:
             raise
 
     async def _register(self) -> Registration:
-        registration = await self._router.register(self._replica_id, dict(self._holding))
+        held = self._held
+        registration = await self._router.register(self._replica_id, dict(held.generations), sorted(held.pinned))
         self.router_name = registration.router_name
         self._lease_s = registration.lease_s
         return registration
 
-    async def _finish_joining(self, registration: Registration, results: Mapping[str, LoRAResponse]) -> None:
+    async def _finish_joining(self, registration: Registration, applied: Applied) -> None:
         # May go back: a router actor that lost its journal counts anew.
         self._advance(registration.epoch)
-        self._unacknowledged = [(registration.epoch, results)]
+        self._unacknowledged = [(registration.epoch, applied)]
         self._residency_changed.set()
         await self._acknowledge()
 
     async def _acknowledge(self) -> None:
         """Tell what has been applied; what could not be told is kept for the next time."""
         while self._unacknowledged:
-            epoch, results = self._unacknowledged[0]
-            await self._router.acknowledge(self._replica_id, epoch, results)
+            epoch, applied = self._unacknowledged[0]
+            unloads = await self._router.acknowledge(self._replica_id, epoch, applied)
             self._unacknowledged.pop(0)
+            await self._held.give_up(unloads, "its content is not that of the other replicas")
 
     def _advance(self, epoch: int) -> None:
         self.epoch = epoch
         self._applied.set()
         self._applied = asyncio.Event()
 
-    async def _apply_all(self, changes: Iterable[Change]) -> dict[str, LoRAResponse]:
-        return {change.request.lora_name: await self._apply(change.request) for change in changes}
-
-    async def _apply(self, request: LoRARequest) -> LoRAResponse:
-        loading = request.operation is LoRAOperation.LOAD
-        failed = LoRAStatus.LOAD_ERROR if loading else LoRAStatus.UNLOAD_ERROR
-        try:
-            response = await self._apply_change(request)
-        except EngineDead:
-            # Says nothing of the adapter: this replica is to be replaced, and until then has no answer.
-            raise
-        except LoRAFleetError as error:
-            response = LoRAResponse(failed, str(error))
-        except Exception as error:
-            # A fault of ours. Were it raised, this change would be tried for ever, and later ones never.
-            logger.exception("%s of adapter %r", request.operation.value, request.lora_name)
-            response = LoRAResponse(failed, f"{type(error).__name__}: {error}")
-        log = logger.info if response.status is LoRAStatus.SUCCESS else logger.warning
-        log("%s of adapter %r: %s", request.operation.value, request.lora_name, _words(response))
-        if loading and response.status is LoRAStatus.SUCCESS and request.generation is not None:
-            self._holding[request.lora_name] = request.generation
-        elif not loading and response.status in (LoRAStatus.SUCCESS, LoRAStatus.UNLOAD_NAME_NONEXISTENT):
-            self._holding.pop(request.lora_name, None)
-        return response
-
-    async def _keeping_lease(self, work: Awaitable[dict[str, LoRAResponse]]) -> dict[str, LoRAResponse]:
+    async def _keeping_lease(self, work: Awaitable[Applied]) -> Applied:
         """Do the work; while it takes long, tell the router actor that this replica lives."""
         heartbeats = asyncio.create_task(self._heartbeats(), name="heartbeats")
         try:
@@ -267,8 +253,3 @@ async def _failure_of(attempt: Callable[[], Awaitable[None]]) -> Exception | Non
         # Whatever it is (Ray has many words for a dead actor): the next attempt finds out whether it lasts.
         return error
     return None
-
-
-def _words(response: LoRAResponse) -> str:
-    message = response.message
-    return message if isinstance(message, str) else "; ".join(message)

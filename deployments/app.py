@@ -61,6 +61,7 @@ def router_settings(settings: AppSettings) -> dict[str, Any]:
     return {
         "base_name": settings.base_name,
         "lora_paths": [absolute_path(path) for path in settings.lora_config.lora_paths],
+        "num_slots": settings.lora_config.max_num_loras,
         **settings.router.model_dump(mode="json"),
     }
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from cluster.fleet import FleetTable
+from cluster.fleet import AdapterStatus, FleetTable
 from deployments.router_client import RouterClient
 from lora_core.errors import AdapterNotFound, EngineError
 
@@ -57,6 +57,14 @@ class ModelDirectory:
                 "the router actor does not answer (%s: %s); the last table stands", type(error).__name__, error
             )
         return self._table
+
+    async def describe(self, name: str) -> AdapterStatus | None:
+        """An adapter in detail, as the router actor knows it; None where it has none, or does not answer in time."""
+        try:
+            return await asyncio.wait_for(self.router.describe(name), LOOKUP_TIMEOUT_S)
+        except Exception as error:
+            logger.warning("the router actor does not describe %r (%s: %s)", name, type(error).__name__, error)
+            return None
 
     async def resolve(self, name: str) -> Model:
         """Find the model a request names.

@@ -152,7 +152,7 @@ class EngineClient:
         return stream
 
     async def lora(self, request: LoRARequest, timeout_s: float) -> LoRAResponse:
-        """Load or unload an adapter; the engine goes on generating meanwhile.
+        """Load, unload, pin or unpin an adapter; the engine goes on generating meanwhile.
 
         Raises:
             EngineDead: the process ended before it answered.

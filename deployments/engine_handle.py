@@ -11,7 +11,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.generation import GenerateCall, GenerateChunk, Refusal
-from lora_core.errors import EngineDead, EngineUnavailable
+from lora_core.errors import AdapterLost, EngineDead, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,10 @@ RETRY_FOR_S = 60.0
 
 MAX_DEATHS = 3
 """Replicas that may die under one call before it is taken for the cause."""
+
+MAX_LOSSES = 4
+"""Tries that may end at a replica without the adapter. Their pauses outlast what a handle's table takes to tell which
+replicas those are, so that the call meets one that has it, if there is one."""
 
 
 class EngineHandle:
@@ -36,11 +40,12 @@ class EngineHandle:
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
         """Stream the answer to `call` from the replica best placed for its adapter.
 
-        A replica that dies before the first chunk costs nothing but time: the call goes to another one. After it,
-        tokens have been seen, and the fault is the caller's to report.
+        A replica that dies before the first chunk, or that alone does not have the adapter, costs nothing but time: the
+        call goes to another one. After it, tokens have been seen, and the fault is the caller's to report.
 
         Raises:
             EngineDead: the replica died in the middle of the answer, or no other one could take the call.
+            AdapterLost: no replica that was tried has the adapter.
             LoRAFleetError: whatever the replica refused the call with.
         """
         retries = _Retries(call.request_id)
@@ -52,7 +57,7 @@ class EngineHandle:
                         started = True
                         yield chunk
                 return
-            except EngineDead as error:
+            except (EngineDead, AdapterLost) as error:
                 if started:
                     raise
                 await retries.wait(error)
@@ -62,13 +67,14 @@ class EngineHandle:
 
         Raises:
             EngineDead: no replica could finish it.
+            AdapterLost: no replica that was tried has the adapter.
             LoRAFleetError: whatever the replica refused the call with.
         """
         retries = _Retries(call.request_id)
         while True:
             try:
                 return [chunk async for chunk in self._attempt(call)]
-            except EngineDead as error:
+            except (EngineDead, AdapterLost) as error:
                 await retries.wait(error)
 
     async def _attempt(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
@@ -98,24 +104,26 @@ class EngineHandle:
 
 
 class _Retries:
-    """When a call whose replica died is tried again, and when no more."""
+    """When a call whose replica died, or lacks its adapter, is tried again, and when no more."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._deaths = 0
+        self._losses = 0
         self._failing_since: float | None = None
         self._failed_at = 0.0
         self._pause_s = 0.1
 
-    async def wait(self, error: EngineDead) -> None:
+    async def wait(self, error: EngineDead | AdapterLost) -> None:
         """Pause before the next try, longer each time; raises `error` when there is none."""
         now = time.monotonic()
         if self._failing_since is None or now - self._failed_at > RETRY_FOR_S:
             # The first failure, or one after a try that went well for long.
             self._failing_since, self._pause_s = now, 0.1
         self._failed_at = now
-        self._deaths += not isinstance(error, EngineUnavailable)
-        if self._deaths >= MAX_DEATHS or now - self._failing_since > RETRY_FOR_S:
+        self._losses += isinstance(error, AdapterLost)
+        self._deaths += not isinstance(error, EngineUnavailable | AdapterLost)
+        if self._deaths >= MAX_DEATHS or self._losses >= MAX_LOSSES or now - self._failing_since > RETRY_FOR_S:
             raise error
         logger.warning("request %s: %s; trying another replica", self._request_id, error)
         await asyncio.sleep(self._pause_s)

@@ -30,7 +30,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Comes instead of the first chunk when the call can never be served. Raised by whoever asked.
+    """Ends an answer, mostly before its first chunk: what an adapter or the call itself is to blame for. Raised by
+    whoever asked.
 
     A value and not an exception on the way: Ray Serve logs every exception that leaves a replica, with its trace.
     """

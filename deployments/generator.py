@@ -47,7 +47,7 @@ class Generator:
 
         Raises:
             InvalidRequest: the call can never be served.
-            AdapterNotFound, LoRADisabled: as the engine says.
+            AdapterError: as the engine says: the adapter is not loaded, lost, or unloaded in the middle of the answer.
             EngineDead: the engine ended, or no longer makes progress.
         """
         prompt = await self._prompt(call)

@@ -11,14 +11,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cluster.fleet import LoadOutcome
 from deployments import http_errors
+from deployments.adapter_card import outcome_body
 from deployments.generation import GenerateChunk
 from deployments.openai_api import (
+    AdapterNameRequest,
     Answer,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     LoadAdapterRequest,
-    UnloadAdapterRequest,
 )
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,13 @@ class Service(Protocol):
 
     def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]: ...
 
-    async def load_adapter(self, lora_name: str, lora_path: str) -> LoadOutcome: ...
+    async def load_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> LoadOutcome: ...
 
     async def unload_adapter(self, lora_name: str) -> LoadOutcome: ...
+
+    async def pin_adapter(self, lora_name: str) -> LoadOutcome: ...
+
+    async def unpin_adapter(self, lora_name: str) -> LoadOutcome: ...
 
     async def models(self) -> dict[str, dict[str, Any]]: ...
 
@@ -69,13 +74,24 @@ def http_app(service: Service) -> FastAPI:
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: LoadAdapterRequest) -> JSONResponse:
-        """Load an adapter on every replica."""
-        return outcome_body(await service.load_adapter(request.lora_name, request.lora_path))
+        """Load an adapter on every replica, or replace it in place."""
+        outcome = await service.load_adapter(request.lora_name, request.lora_path, request.load_inplace)
+        return JSONResponse(outcome_body(outcome))
 
     @app.post("/v1/unload_lora_adapter")
-    async def unload_lora_adapter(request: UnloadAdapterRequest) -> JSONResponse:
+    async def unload_lora_adapter(request: AdapterNameRequest) -> JSONResponse:
         """Unload an adapter from every replica."""
-        return outcome_body(await service.unload_adapter(request.lora_name))
+        return JSONResponse(outcome_body(await service.unload_adapter(request.lora_name)))
+
+    @app.post("/v1/pin_lora_adapter")
+    async def pin_lora_adapter(request: AdapterNameRequest) -> JSONResponse:
+        """Keep an adapter in a slot of every replica."""
+        return JSONResponse(outcome_body(await service.pin_adapter(request.lora_name)))
+
+    @app.post("/v1/unpin_lora_adapter")
+    async def unpin_lora_adapter(request: AdapterNameRequest) -> JSONResponse:
+        """Let an adapter's slot be taken again."""
+        return JSONResponse(outcome_body(await service.unpin_adapter(request.lora_name)))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
@@ -113,11 +129,6 @@ async def events(
             yield f"data: {json.dumps(http_errors.fault_of(error)[1])}\n\n"
         else:
             yield "data: [DONE]\n\n"
-
-
-def outcome_body(outcome: LoadOutcome) -> JSONResponse:
-    """A successful change: what was done, and each replica's own words."""
-    return JSONResponse({"status": outcome.status.value, "message": outcome.message, "replicas": outcome.per_replica})
 
 
 async def _resume(first: GenerateChunk, rest: AsyncIterator[GenerateChunk]) -> AsyncIterator[GenerateChunk]:

@@ -11,8 +11,11 @@ from starlette.responses import JSONResponse
 
 from deployments.openai_api import error_body
 from lora_core.errors import (
+    AdapterError,
+    AdapterLost,
     AdapterNameTaken,
     AdapterNotFound,
+    AdapterUnloaded,
     ConfigError,
     EngineError,
     InvalidAdapter,
@@ -38,7 +41,15 @@ FAULTS: dict[type[Exception], Fault] = {
     InvalidAdapter: Fault(400, "invalid_request_error", "invalid_adapter"),
     AdapterNotFound: Fault(404, "invalid_request_error", "model_not_found"),
     AdapterNameTaken: Fault(409, "invalid_request_error", "name_taken"),
+    # The adapter is still listed and the request was right: files on the server's side are missing or changed, and
+    # putting them back, or loading the adapter again, lets the same request succeed.
+    AdapterLost: Fault(503, "server_error", "adapter_lost"),
+    # The request was overtaken by an unload or a replacement. Sent again, as OpenAI's client does after a 409, it gets
+    # the new weights, or the 404 of a model that is gone.
+    AdapterUnloaded: Fault(409, "invalid_request_error", "adapter_unloaded"),
     LoRADisabled: Fault(501, "invalid_request_error", "lora_disabled"),
+    # An operation that the fleet's state does not allow: one pin too many.
+    AdapterError: Fault(409, "invalid_request_error", "adapter_conflict"),
     ConfigError: Fault(500, "server_error"),
     EngineError: Fault(503, "server_error", "engine_unavailable"),
     BackPressureError: Fault(429, "rate_limit_error", "too_many_requests"),
@@ -53,8 +64,10 @@ STATUS_ERRORS: dict[LoRAStatus, type[LoRAFleetError]] = {
     LoRAStatus.UNLOAD_NAME_NONEXISTENT: AdapterNotFound,
     LoRAStatus.LOAD_INVALID_PATH: InvalidAdapterPath,
     LoRAStatus.LOAD_INVALID_ADAPTER: InvalidAdapter,
+    LoRAStatus.PIN_NAME_NONEXISTENT: AdapterNotFound,
+    LoRAStatus.PIN_ERROR: AdapterError,
 }
-"""What a refused load or unload is raised as; statuses not named here are faults of the server."""
+"""What a refused operation is raised as; statuses not named here are faults of the server."""
 
 
 def fault_of(error: BaseException) -> tuple[Fault, dict[str, Any]]:

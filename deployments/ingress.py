@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from ray.serve.handle import DeploymentHandle
 
 from cluster.fleet import FleetTable, LoadOutcome
+from deployments.adapter_card import status_body
 from deployments.directory import ModelDirectory
 from deployments.engine_handle import EngineHandle
 from deployments.generation import GenerateCall, GenerateChunk
@@ -34,7 +35,8 @@ class Ingress:
     """Answers OpenAI-style bodies and changes what the fleet serves; undecorated, bound by `deployments.app.build`.
 
     Another actor calls it through `serve.get_app_handle(...)`: `complete` and `stream` take the bodies of
-    POST /v1/chat/completions and /v1/completions as dicts, `load_adapter` and `unload_adapter` those of their routes.
+    POST /v1/chat/completions and /v1/completions as dicts; `load_adapter`, `unload_adapter`, `pin_adapter` and
+    `unpin_adapter` the fields of their routes.
 
     Args:
         engine: Handle of the engine deployment.
@@ -71,20 +73,40 @@ class Ingress:
             async for chunk in Answer(request).chunks(pieces):
                 yield chunk
 
-    async def load_adapter(self, lora_name: str, lora_path: str) -> LoadOutcome:
+    async def load_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> LoadOutcome:
         """Load an adapter on every replica; returns when all live ones have it.
 
+        With `load_inplace` it takes the place of the adapter of this name, if there is one: requests in flight finish
+        on the old weights, later ones get the new, and content that is served already changes nothing.
+
         Raises:
-            AdapterNameTaken, InvalidAdapterPath, InvalidAdapter: why it was refused; nothing stays registered.
+            AdapterNameTaken, InvalidAdapterPath, InvalidAdapter: why it was refused; what was served before still is,
+                and nothing else stays registered.
             LoRADisabled: the server runs without adapters.
         """
         self._check_enabled()
-        return await self._changed(await self._directory.router.load(lora_name, lora_path))
+        return await self._changed(await self._directory.router.load(lora_name, lora_path, load_inplace))
 
     async def unload_adapter(self, lora_name: str) -> LoadOutcome:
         """Stop serving an adapter; requests already accepted finish. Raises AdapterNotFound, LoRADisabled."""
         self._check_enabled()
         return await self._changed(await self._directory.router.unload(lora_name))
+
+    async def pin_adapter(self, lora_name: str) -> LoadOutcome:
+        """Keep an adapter in a slot of every replica, those that start later included.
+
+        Raises:
+            AdapterNotFound: no such adapter.
+            AdapterError: too many are pinned; both numbers are named.
+            LoRADisabled: the server runs without adapters.
+        """
+        self._check_enabled()
+        return await self._changed(await self._directory.router.pin(lora_name))
+
+    async def unpin_adapter(self, lora_name: str) -> LoadOutcome:
+        """Let an adapter's slot be taken again. Raises AdapterNotFound, LoRADisabled."""
+        self._check_enabled()
+        return await self._changed(await self._directory.router.unpin(lora_name))
 
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
         """The whole answer, see `EngineHandle.collect`."""
@@ -106,9 +128,11 @@ class Ingress:
         return cards
 
     async def model(self, name: str) -> dict[str, Any]:
-        """Card of one model. Raises AdapterNotFound."""
+        """Card of one model; an adapter's has a field `lora` with its state in the fleet. Raises AdapterNotFound."""
         await self._directory.resolve(name)
-        return (await self.models())[name]
+        card = (await self.models())[name]
+        status = None if name == self._base.name else await self._directory.describe(name)
+        return card if status is None else {**card, "lora": status_body(status)}
 
     async def num_replicas(self) -> int:
         """Replicas that can serve now: those that have applied the adapter changes they found when they joined."""

@@ -201,10 +201,12 @@ class LoadAdapterRequest(Body):
 
     lora_name: NonEmpty
     lora_path: NonEmpty
+    load_inplace: bool = False
+    """Replace what has the name (vLLM's spelling)."""
 
 
-class UnloadAdapterRequest(Body):
-    """Body of POST /v1/unload_lora_adapter."""
+class AdapterNameRequest(Body):
+    """Body of POST /v1/unload_lora_adapter, /v1/pin_lora_adapter and /v1/unpin_lora_adapter."""
 
     lora_name: NonEmpty
 

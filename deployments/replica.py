@@ -19,7 +19,7 @@ from deployments.generator import Generator
 from deployments.router_client import RouterClient
 from deployments.tokenizer import ModelTokenizer
 from lora_core.config import EngineConfig
-from lora_core.errors import AdapterNotFound, InvalidRequest, LoRADisabled
+from lora_core.errors import AdapterError, AdapterLost, InvalidRequest
 from lora_core.messages import EngineReady, Residency
 from lora_core.types import LoRARequest, LoRAResponse
 
@@ -67,7 +67,8 @@ class EngineReplica:
         """Answer a call, see `Generator.generate`; closing the iterator ends it in the engine.
 
         A call that can never be served (InvalidRequest, AdapterNotFound after all changes up to `call.epoch`,
-        LoRADisabled) is answered by a `Refusal`.
+        LoRADisabled), or whose adapter is not served by this replica (AdapterLost) or no longer (AdapterUnloaded), is
+        answered by a `Refusal`.
 
         Raises:
             RequestTimeout: this replica does not learn of the changes the call needs.
@@ -75,11 +76,16 @@ class EngineReplica:
         """
         if call.lora_name is not None:
             await self._joined.wait_for(call.epoch, EPOCH_TIMEOUT_S)
+            reason = self._joined.refusal(call.lora_name)
+            if reason is not None:
+                message = f"replica {_replica_id()} does not serve adapter {call.lora_name!r}: {reason}"
+                yield Refusal(kind=AdapterLost.__name__, message=message)
+                return
         try:
             async with aclosing(self._generator.generate(call)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        except (InvalidRequest, AdapterNotFound, LoRADisabled) as error:
+        except (InvalidRequest, AdapterError) as error:
             yield Refusal(kind=type(error).__name__, message=str(error))
 
     async def router_name(self) -> str:

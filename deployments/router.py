@@ -9,31 +9,29 @@ import logging
 import os
 import time
 import uuid
-import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from cluster.fingerprint import folder_fingerprint, is_changed
-from cluster.fleet import FleetTable, LoadOutcome, Registration, ReplicaUnknown
+from cluster.changes import Change
+from cluster.fleet import AdapterStatus, Applied, FleetTable, LoadOutcome, Registration, ReplicaUnknown
 from cluster.journal import session_journal
 from cluster.members import Members
 from cluster.names import check_name, static_adapters
-from cluster.registry import AdapterEntry, AdapterRegistry, Change
+from cluster.registry import AdapterRegistry
 from cluster.schema import RouterSettings
-from cluster.verdict import judge_load, judge_unload, text_of, words
+from cluster.verdict import other_content, text_of
 from deployments.bell import Bell
+from deployments.fleet_operations import FleetOperations
 from deployments.ray_internals import actor_name, session_folder, session_name
-from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, InvalidAdapter, LoRAFleetError
+from lora_core.errors import AdapterError, AdapterNameTaken
 from lora_core.messages import Residency
-from lora_core.types import LoRAResponse, LoRAStatus
+from lora_core.types import LoRAOperation, LoRAResponse, LoRAStatus
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 COALESCE_S = 0.02
 """A table is published this long after a change, so that a burst of changes travels as one."""
@@ -41,27 +39,13 @@ COALESCE_S = 0.02
 IN_MEMORY = ":memory:"
 """`router.journal` that keeps no file."""
 
-STATUSES: dict[type[LoRAFleetError], LoRAStatus] = {
-    AdapterNameTaken: LoRAStatus.LOAD_NAME_EXISTS,
-    AdapterNotFound: LoRAStatus.UNLOAD_NAME_NONEXISTENT,
-    InvalidAdapter: LoRAStatus.LOAD_INVALID_ADAPTER,
-}
-"""What a refusal of the router's own is answered as."""
-
-
-class Loading(NamedTuple):
-    """A load under way, which identical loads join."""
-
-    path: str
-    task: "asyncio.Task[LoadOutcome]"
-
 
 class AdapterRouter:
     """The desired adapters, and the replicas that serve them. All methods run on one event loop.
 
     Args:
-        settings: `base_name`; `lora_paths`, each `name=path` or a path that is also the name; and the keys of
-            `cluster.schema.RouterSettings`.
+        settings: `base_name`; `lora_paths`, each `name=path` or a path that is also the name; `num_slots`, how many
+            adapter slots each replica has; and the keys of `cluster.schema.RouterSettings`.
 
     Raises:
         ConfigError: a setting cannot work, or the journal cannot be used.
@@ -72,6 +56,7 @@ class AdapterRouter:
         self._base_name: str = rest.pop("base_name")
         static = static_adapters(rest.pop("lora_paths", ()), self._base_name)
         static = {name: _one_spelling(path) for name, path in static.items()}
+        num_slots: int | None = rest.pop("num_slots", None)
         self._settings = RouterSettings.model_validate(rest)
         self._name = actor_name()
         self._registry = AdapterRegistry(
@@ -80,42 +65,37 @@ class AdapterRouter:
             run=f"{session_name()}/{self._name}" if self._name else "",
         )
         self._members = Members(self._settings.lease_s)
-        self._loads: dict[str, Loading] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        # Generations whose files were found changed.
-        self._outdated: set[int] = set()
-        # Held by whoever changes a name; forgotten when nobody does.
-        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._changed, self._progress, self._published = Bell(), Bell(), Bell()
+        self._operations = FleetOperations(
+            self._registry, self._members, self._progress, self._announce, self._settings, num_slots
+        )
         self._sweep: asyncio.TimerHandle | None = None
-        self._started = time.monotonic()
         self._router_id = uuid.uuid4().hex
         self._version = 1
         self._table: FleetTable | None = None
 
     # For replicas
 
-    async def register(self, replica_id: str, holding: Mapping[str, int] | None = None) -> Registration:
+    async def register(
+        self, replica_id: str, holding: Mapping[str, int] | None = None, pinned: Collection[str] = ()
+    ) -> Registration:
         """Enter a replica, or enter it again.
 
         Args:
             replica_id: Serve's unique id of the replica.
             holding: name -> generation of the adapters it has loaded already.
+            pinned: Names of those it has pinned.
         """
         holding = holding or {}
-        changes = self._registry.catch_up(holding)
-        wanted = {
-            name: generation
-            for name, generation in holding.items()
-            if (entry := self._registry.entries.get(name)) is not None and entry.generation == generation
-        }
+        changes = self._registry.catch_up(holding, pinned)
+        loads = (LoRAOperation.LOAD, LoRAOperation.UNLOAD)
+        changing = {change.request.lora_name for change in changes if change.request.operation in loads}
+        kept = {name: generation for name, generation in holding.items() if name not in changing}
         acknowledged = 0 if changes else self._registry.epoch
-        self._members.add(replica_id, time.monotonic(), acknowledged, wanted)
+        self._members.add(replica_id, time.monotonic(), acknowledged, kept)
         self._schedule_sweep()
         self._progress.ring()
         self._publish()
-        if coming := [entry for name, entry in self._registry.ready().items() if name not in wanted]:
-            self._run(self._warn_of_changed_files(coming))
         logger.info("replica %s registered; %d change(s) to apply", replica_id, len(changes))
         return Registration(
             epoch=self._registry.epoch, changes=changes, router_name=self._name, lease_s=self._settings.lease_s
@@ -141,16 +121,27 @@ class AdapterRouter:
                 return changes
             self._members.get(replica_id)
 
-    async def acknowledge(self, replica_id: str, epoch: int, results: Mapping[str, LoRAResponse]) -> None:
+    async def acknowledge(self, replica_id: str, epoch: int, applied: Applied) -> list[Change]:
         """Note that a replica has applied every change up to `epoch`, with its answer for each adapter in them.
+
+        Returns:
+            Unloads for this replica alone: of adapters that it found other content of than its fellows serve.
 
         Raises:
             ReplicaUnknown: register again.
         """
         member = self._members.renew(replica_id, time.monotonic())
-        self._members.acknowledge(member, epoch, results, self._registry.entries)
+        adapters = {name: self._compared(name, response) for name, response in applied.adapters.items()}
+        unloads = [
+            Change(epoch=epoch, request=self._registry.entries[name].unload_request())
+            for name, response in adapters.items()
+            if response is not applied.adapters[name]
+        ]
+        self._members.acknowledge(member, epoch, Applied(adapters=adapters, pins=applied.pins), self._registry.entries)
+        self._warn_of_refusals(replica_id, adapters)
         self._progress.ring()
         self._publish()
+        return unloads
 
     async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None:
         """Note what a replica holds; a report older than the last one is ignored.
@@ -184,156 +175,82 @@ class AdapterRouter:
             await asyncio.sleep(COALESCE_S)
         return await self.table()
 
-    # For whoever loads and unloads
+    async def describe(self, name: str) -> AdapterStatus | None:
+        """One adapter in detail; None where none of this name can be asked for."""
+        entry = self._registry.ready().get(name)
+        if entry is None:
+            return None
+        return AdapterStatus(
+            entry=entry, report=self._registry.report(name), replicas=self._members.status(name, entry)
+        )
 
-    async def load(self, name: str, path: str) -> LoadOutcome:
+    # For whoever loads and unloads: each goes on when the caller stops waiting
+
+    async def load(self, name: str, path: str, load_inplace: bool = False) -> LoadOutcome:
         """Serve the adapter at `path` under `name` on every live replica.
 
-        Answers once every live replica has it, or after it was undone everywhere because one refused it or because the
-        journal cannot be written. Goes on when the caller stops waiting. A load identical to one under way joins it.
+        Answers once every live replica has it, or after it was undone everywhere because one refused it, because two
+        found other content there, or because the journal cannot be written. A load identical to one under way joins it.
+
+        In place, it takes the place of the adapter that has the name, if one has: as a new generation, while requests
+        in flight finish on the one before. No replica swaps before all have loaded and checked the new content; where
+        one cannot, all go on serving the one before. Content that is served already is a success that changes nothing.
 
         Args:
             name: What requests will call it.
             path: A folder, in whatever spelling, or a Hub id.
+            load_inplace: Replace what has the name.
         """
         path = _one_spelling(path)
         try:
             check_name(name, self._base_name)
         except AdapterError as error:
-            return _failed(error)
-        loading = self._loads.get(name)
-        if loading is not None and loading.path != path:
-            return LoadOutcome(
-                status=LoRAStatus.LOAD_NAME_EXISTS,
-                message=f"adapter {name!r} is being loaded from {loading.path!r}, asked for {path!r}; use another name",
-            )
-        if loading is None:
-            loading = Loading(path, self._run(self._load(name, path)))
-            self._loads[name] = loading
-            loading.task.add_done_callback(lambda _: self._loads.pop(name))
-        return await asyncio.shield(loading.task)
+            taken = isinstance(error, AdapterNameTaken)
+            status = LoRAStatus.LOAD_NAME_EXISTS if taken else LoRAStatus.LOAD_INVALID_ADAPTER
+            return LoadOutcome(status=status, message=str(error))
+        return await self._operations.load(name, path, in_place=load_inplace)
 
     async def unload(self, name: str) -> LoadOutcome:
-        """Stop serving an adapter: new requests no longer find it at once, accepted ones finish.
+        """Stop serving an adapter: new requests no longer find it at once, accepted ones finish."""
+        return await self._operations.unload(name)
 
-        Goes on when the caller stops waiting.
+    async def pin(self, name: str) -> LoadOutcome:
+        """Keep an adapter in a slot of every replica, those that start later included, until `unpin` or `unload`.
+
+        One slot always stays free for the others: at most slots - 1 adapters can be pinned.
         """
-        return await asyncio.shield(self._run(self._unload(name)))
+        return await self._operations.set_pin(name, True)
+
+    async def unpin(self, name: str) -> LoadOutcome:
+        """Let an adapter's slot be taken again when others need it."""
+        return await self._operations.set_pin(name, False)
 
     async def close(self) -> None:
         """Stop the clock and close the journal."""
         if self._sweep is not None:
             self._sweep.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._operations.close()
         self._registry.close()
 
     # Inside
 
-    def _run(self, operation: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
-        """Run an operation apart from its caller, so that a caller that goes away does not leave it half done."""
-        task = asyncio.get_running_loop().create_task(operation)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _compared(self, name: str, response: LoRAResponse) -> LoRAResponse:
+        """The response, or a refusal in its place where a replica loaded other content than its fellows serve."""
+        entry, report = self._registry.entries.get(name), response.report
+        if entry is None or entry.state != "ready" or report is None or report.generation != entry.generation:
+            return response
+        if entry.content_hash is None:
+            self._registry.note_content(name, report)
+        elif entry.content_hash != report.content_hash:
+            return other_content(name, entry.content_hash, report.content_hash)
+        return response
 
-    def _lock(self, name: str) -> asyncio.Lock:
-        return self._locks.setdefault(name, asyncio.Lock())
-
-    async def _load(self, name: str, path: str) -> LoadOutcome:
-        async with self._lock(name):
-            if not await self._some_member():
-                return LoadOutcome(
-                    status=LoRAStatus.LOAD_ERROR,
-                    message=f"adapter {name!r} was not loaded: no replica is running; try again once /health is ok",
-                )
-            # Before any replica reads the files: a change during the load shows as one, too.
-            fingerprint = await asyncio.to_thread(folder_fingerprint, path)
-            try:
-                change = self._registry.begin_load(name, path, fingerprint)
-            except LoRAFleetError as error:
-                return _failed(error)
-            if change is None:
-                epoch = self._registry.entries[name].epoch
-                return LoadOutcome(
-                    status=LoRAStatus.SUCCESS, message=f"adapter {name!r} was loaded already", epoch=epoch
-                )
-            return await self._finish_load(name, change)
-
-    async def _warn_of_changed_files(self, entries: list[AdapterEntry]) -> None:
-        """Say, once for each, which adapters a new replica loads from other files than its fellows did."""
-        for entry in entries:
-            found = await asyncio.to_thread(folder_fingerprint, entry.path)
-            if is_changed(entry.fingerprint, found) and entry.generation not in self._outdated:
-                self._outdated.add(entry.generation)
-                logger.warning(
-                    "adapter %r: the files in %r have changed since it was loaded, and replicas that start from now on "
-                    "serve the new ones beside those that serve the old; unload it, and load it again",
-                    entry.name,
-                    entry.path,
-                )
-
-    async def _finish_load(self, name: str, change: Change) -> LoadOutcome:
-        self._announce()
-        late = await self._acknowledged(change.epoch)
-        answers = self._answers(name, change.epoch)
-        refusal = judge_load(name, answers, late, self._settings.change_timeout_s)
-        per_replica = words(answers)
-        try:
-            if refusal is None:
-                entry = self._registry.commit_load(name)
-                self._publish()
-                message = f"adapter {name!r} is loaded on {len(answers)} replica(s)"
-                return LoadOutcome(
-                    status=LoRAStatus.SUCCESS, message=message, per_replica=per_replica, epoch=entry.epoch
-                )
-            self._registry.rollback_load(name)
-        except LoRAFleetError as error:
-            # Left as it is, the name could neither be loaded nor unloaded.
-            self._registry.abandon_load(name)
-            refusal = _unrecorded(name, refusal, error)
-        self._members.forget(name)
-        self._announce()
-        logger.warning("adapter %r was refused: %s", name, refusal.message)
-        return LoadOutcome(status=refusal.status, message=text_of(refusal), per_replica=per_replica)
-
-    async def _unload(self, name: str) -> LoadOutcome:
-        async with self._lock(name):
-            try:
-                change = self._registry.begin_unload(name)
-            except LoRAFleetError as error:
-                return _failed(error)
-            self._announce()
-            late = await self._acknowledged(change.epoch)
-            answers = self._answers(name, change.epoch)
-            self._registry.finish_unload(name)
-            self._members.forget(name)
-            self._publish()
-            verdict = judge_unload(name, answers, late)
-            return LoadOutcome(
-                status=verdict.status, message=text_of(verdict), per_replica=words(answers), epoch=change.epoch
-            )
-
-    async def _some_member(self) -> bool:
-        """Whether a replica is live; just after a start, replicas of before get the time to come back."""
-        deadline = self._started + self._settings.lease_s
-        while not self._members.live:
-            if not await self._progress.wait(deadline - time.monotonic()):
-                return False
-        return True
-
-    async def _acknowledged(self, epoch: int) -> list[str]:
-        """Wait until every live replica has applied `epoch`; returns those that did not in time."""
-        deadline = time.monotonic() + self._settings.change_timeout_s
-        while True:
-            waiting = [member.replica_id for member in self._members.live if member.epoch < epoch]
-            if not waiting or not await self._progress.wait(deadline - time.monotonic()):
-                return waiting
-
-    def _answers(self, name: str, epoch: int) -> dict[str, LoRAResponse | None]:
-        return {
-            member.replica_id: member.response(name, epoch) for member in self._members.live if member.epoch >= epoch
-        }
+    def _warn_of_refusals(self, replica_id: str, adapters: Mapping[str, LoRAResponse]) -> None:
+        """Say which adapters that others serve a replica does not."""
+        served = self._registry.ready()
+        for name, response in adapters.items():
+            if name in served and response.status is not LoRAStatus.SUCCESS:
+                logger.warning("replica %s does not serve adapter %r: %s", replica_id, name, text_of(response))
 
     def _announce(self) -> None:
         """Wake replicas that wait for changes, and handles that wait for the table."""
@@ -384,17 +301,3 @@ def _one_spelling(path: str) -> str:
     """The absolute path of a folder on this machine; anything else may be a Hub id, or exist where replicas run."""
     folder = os.path.expanduser(path)
     return os.path.realpath(folder) if os.path.isdir(folder) else path
-
-
-def _unrecorded(name: str, refusal: LoRAResponse | None, error: LoRAFleetError) -> LoRAResponse:
-    """What a load ended with whose end the journal did not take."""
-    if refusal is None:
-        return LoRAResponse(LoRAStatus.LOAD_ERROR, f"adapter {name!r} was not loaded: {error}")
-    return LoRAResponse(refusal.status, f"{text_of(refusal)}; {error}")
-
-
-def _failed(error: LoRAFleetError) -> LoadOutcome:
-    status = next(
-        (status for kind, status in STATUSES.items() if isinstance(error, kind)), LoRAStatus.UNSPECIFIED_ERROR
-    )
-    return LoadOutcome(status=status, message=str(error))

@@ -3,19 +3,19 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
-from cluster.fleet import ROUTER_ACTOR, FleetTable, LoadOutcome, Registration
-from cluster.registry import Change
+from cluster.changes import Change
+from cluster.fleet import ROUTER_ACTOR, AdapterStatus, Applied, FleetTable, LoadOutcome, Registration
 from deployments.ray_internals import SERVE_NAMESPACE
 from lora_core.errors import EngineDead, LoRAFleetError, RequestTimeout
 from lora_core.messages import Residency
-from lora_core.types import LoRAResponse, LoRAStatus
+from lora_core.types import LoRAStatus
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ class RouterClient:
 
     # For replicas: all but `register` raise ReplicaUnknown when the replica has to register again
 
-    async def register(self, replica_id: str, holding: Mapping[str, int] | None = None) -> Registration:
+    async def register(
+        self, replica_id: str, holding: Mapping[str, int] | None = None, pinned: Collection[str] = ()
+    ) -> Registration:
         """Join the fleet, or join it again.
 
         The changes returned must be applied in their order, and `Registration.epoch` acknowledged.
@@ -52,8 +54,9 @@ class RouterClient:
         Args:
             replica_id: Serve's unique id of the replica.
             holding: name -> generation of the adapters it has loaded already.
+            pinned: Names of those it has pinned.
         """
-        registration: Registration = await self._call("register", replica_id, dict(holding or {}))
+        registration: Registration = await self._call("register", replica_id, dict(holding or {}), list(pinned))
         return registration
 
     async def heartbeat(self, replica_id: str) -> None:
@@ -65,9 +68,10 @@ class RouterClient:
         changes: list[Change] = await self._call("wait_changes", replica_id, since_epoch, timeout_s)
         return changes
 
-    async def acknowledge(self, replica_id: str, epoch: int, results: Mapping[str, LoRAResponse]) -> None:
-        """Say that every change up to `epoch` is applied, and how it went, by adapter name."""
-        await self._call("acknowledge", replica_id, epoch, dict(results))
+    async def acknowledge(self, replica_id: str, epoch: int, applied: Applied) -> list[Change]:
+        """Say that every change up to `epoch` is applied, and how it went; returns what this replica must unload."""
+        unloads: list[Change] = await self._call("acknowledge", replica_id, epoch, applied)
+        return unloads
 
     async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None:
         """Say what the replica holds."""
@@ -75,10 +79,25 @@ class RouterClient:
 
     # For everyone
 
-    async def load(self, name: str, path: str) -> LoadOutcome:
+    async def load(self, name: str, path: str, load_inplace: bool = False) -> LoadOutcome:
         """Serve an adapter on every replica, see `AdapterRouter.load`. Survives the router actor's death."""
-        outcome: LoadOutcome = await self._call("load", name, path)
+        outcome: LoadOutcome = await self._call("load", name, path, load_inplace)
         return outcome
+
+    async def pin(self, name: str) -> LoadOutcome:
+        """Keep an adapter in a slot of every replica, see `AdapterRouter.pin`. Survives the router actor's death."""
+        outcome: LoadOutcome = await self._call("pin", name)
+        return outcome
+
+    async def unpin(self, name: str) -> LoadOutcome:
+        """Let an adapter's slot be taken again. Survives the router actor's death."""
+        outcome: LoadOutcome = await self._call("unpin", name)
+        return outcome
+
+    async def describe(self, name: str) -> AdapterStatus | None:
+        """One adapter in detail; None where none of this name can be asked for."""
+        status: AdapterStatus | None = await self._call("describe", name)
+        return status
 
     async def unload(self, name: str) -> LoadOutcome:
         """Stop serving an adapter, see `AdapterRouter.unload`. Survives the router actor's death."""

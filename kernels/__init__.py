@@ -5,10 +5,22 @@ This package therefore sets `__version__`, and its distribution stays below vers
 `kernels` too old for it and goes on without.
 """
 
+from kernels.embedding import sgmv_embed
+from kernels.gain import scale_rows
 from kernels.linear_cpu import PackedLinear
 from kernels.schedule import Group, Routing, build_routing
 from kernels.sgmv import sgmv, sgmv_expand, sgmv_shrink
 
 __version__ = "0.1.0"
 
-__all__ = ["Group", "PackedLinear", "Routing", "build_routing", "sgmv", "sgmv_expand", "sgmv_shrink"]
+__all__ = [
+    "Group",
+    "PackedLinear",
+    "Routing",
+    "build_routing",
+    "scale_rows",
+    "sgmv",
+    "sgmv_embed",
+    "sgmv_expand",
+    "sgmv_shrink",
+]

@@ -59,6 +59,19 @@ class PackedLinear:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return y
 
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to the product, not to be changed; None for nothing."""
+        return self._bias
+
+    def dense_weight(self) -> Tensor:
+        """The weight `[out_features, in_features]`, bit for bit, in its usual order.
+
+        Packed: a new tensor each time, which only the caller holds. Not packed: the layer's own, not to be changed.
+        Any thread may ask while others multiply.
+        """
+        return self._weight.to_dense() if self.is_packed else self._weight
+
     def __repr__(self) -> str:
         return (
             f"PackedLinear(in_features={self.in_features}, out_features={self.out_features}, "

@@ -36,6 +36,23 @@ def sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routin
     sgmv_expand(sgmv_shrink(x, a_stack, routing, len(slices)), b_stack, y, routing, slices)
 
 
+def sgmv_embed(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing) -> None:
+    """As `kernels.embedding.sgmv_embed`, on any device: v is A's rows, exact in B's dtype, the result rounded once."""
+    for slot, start, stop in routing.groups:
+        rank = routing.slot_ranks[slot]
+        v = a_stack[slot, ids[start:stop], :rank].float()
+        y[start:stop] = (y[start:stop].float() + v @ b_stack[slot, :, :rank].float().t()).to(y.dtype)
+
+
+def scale_rows(y: Tensor, gain_stack: Tensor, bias: Tensor | None, routing: Routing) -> None:
+    """As `kernels.gain.scale_rows`, on any device: in fp32, rounded once; a gain of zero keeps y's bits."""
+    for slot, start, stop in routing.groups:
+        if routing.slot_ranks[slot]:
+            rows, gain = y[start:stop].float(), gain_stack[slot]
+            scaled = rows + gain * (rows if bias is None else rows - bias.float())
+            y[start:stop] = torch.where(gain == 0, rows, scaled).to(y.dtype)
+
+
 def _spans(slices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Index, first column and width of each slice."""
     column = 0

@@ -1,7 +1,8 @@
 """The routing of one step: which rows of the batch use which adapter slot, on the host and on the device."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class Routing:
     shapes alone (`num_rows`, `max_groups`, the number of slots), never from which adapters are present.
 
     Attributes:
+        num_rows: Rows of the step, base rows included.
         groups: The non-empty groups in row order, for code that loops on the host.
         end: Rows `[0, end)` carry LoRA. Rows at or after `end` are base rows: no kernel reads or writes them.
         lora_ids: int32 `[max_groups]`, slot of each group; -1 past the last group.
@@ -43,6 +45,7 @@ class Routing:
         buffer: int32, the memory the device tensors above are views of.
     """
 
+    num_rows: int
     groups: tuple[Group, ...]
     end: int
     lora_ids: Tensor
@@ -52,11 +55,61 @@ class Routing:
     tiles: Tensor | None
     block_m: int
     buffer: Tensor
+    _parts: "dict[frozenset[int], Routing | None]" = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def pieces(self) -> tuple[Segment | Batch, ...]:
         """The groups as the CPU path multiplies them, cut once a step and shared by all its layers."""
         return cut(self.groups, self.slot_ranks)
+
+    @cached_property
+    def slots(self) -> frozenset[int]:
+        """Slots that rows use, as far as they hold an adapter."""
+        return frozenset(group.slot for group in self.groups if self.slot_ranks[group.slot])
+
+    @cached_property
+    def row_slots(self) -> tuple[Tensor, Tensor]:
+        """int64 on the CPU: the rows that use a slot that holds an adapter, and the slot of each."""
+        used = [group for group in self.groups if self.slot_ranks[group.slot]]
+        rows = [row for group in used for row in range(group.start, group.stop)]
+        slots = [group.slot for group in used for _ in range(group.start, group.stop)]
+        return torch.tensor(rows, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
+
+    def among(self, slots: frozenset[int]) -> "Routing | None":
+        """The part of the step that uses some of these slots, or None where no row does.
+
+        On the CPU its groups are those of these slots. On a device it is the whole routing, because the tile table is
+        the step's: what is in other slots must then add nothing.
+        """
+        if self.slots <= slots:
+            return self if self.slots else None
+        if slots not in self._parts:
+            self._parts[slots] = self._part(self.slots & slots)
+        return self._parts[slots]
+
+    def select(self, rows: Sequence[int]) -> "Routing":
+        """The routing of the batch that some rows of this one make: these, ascending.
+
+        It is on the same device and has as many slots and groups at most.
+        """
+        max_groups = self.lora_ids.shape[0]
+        return build_routing(
+            [group.slot for group in self.groups],
+            [0, *(bisect_left(rows, group.stop) for group in self.groups)],
+            self.slot_ranks,
+            num_rows=len(rows),
+            max_groups=max_groups,
+            device=self.buffer.device,
+            block_m=row_tile(len(rows), max_groups) if self.block_m else 0,
+        )
+
+    def _part(self, slots: frozenset[int]) -> "Routing | None":
+        if not slots or self.tiles is not None:
+            return self if slots else None
+        # Layers whose live slots differ may share the part that matters to this step.
+        if slots not in self._parts:
+            self._parts[slots] = replace(self, groups=tuple(g for g in self.groups if g.slot in slots))
+        return self._parts[slots]
 
     @cached_property
     def max_rank(self) -> int:
@@ -111,6 +164,7 @@ def build_routing(
     buffer = _upload(host, device, into)
     tiles, ids, offsets, ranks = (buffer[start : start + length] for start, length in spans)
     return Routing(
+        num_rows=num_rows,
         groups=groups,
         end=end,
         lora_ids=ids,

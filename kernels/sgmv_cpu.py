@@ -44,6 +44,33 @@ def sgmv_cpu(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Ro
             _add_segment_fp32(x, a_stack, b_stack, y, piece, slices)
 
 
+def sgmv_embed_cpu(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing) -> None:
+    """Add every adapter row's delta to `y` in place; see `kernels.embedding.sgmv_embed` for the semantics.
+
+    Args:
+        ids: int64 `[T]`.
+        a_stack: fp32 `[N, V, R]`.
+        b_stack: fp32 `[N, OUT, R]`.
+        y: `[T, OUT]`, bf16, fp16 or fp32, updated in place with one rounding.
+        routing: The step's routing on the CPU.
+    """
+    _, vocabulary, rank = a_stack.shape
+    for piece in routing.pieces:
+        target, row_ids = y[piece.start : piece.stop], ids[piece.start : piece.stop]
+        if isinstance(piece, Batch):
+            first_ids = torch.arange(piece.low, piece.high).mul_(vocabulary).view(-1, 1)
+            places = row_ids.index_select(0, piece.rows(1)).view(-1, piece.depth).add_(first_ids).view(-1)
+            v = a_stack.view(-1, rank).index_select(0, places)[:, : piece.rank].view(-1, piece.depth, piece.rank)
+            target.add_(_expand(v, b_stack, piece.low, piece.high, (y.shape[1],)).index_select(0, piece.places))
+            continue
+        v = a_stack[piece.slot].index_select(0, row_ids)[:, : piece.rank]
+        b = b_stack[piece.slot, :, : piece.rank].t()
+        if y.dtype == torch.float32:
+            target.addmm_(v, b)
+        else:
+            target.add_(torch.mm(v, b))
+
+
 def _add_row(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, segment: Segment, slices: tuple[int, ...]) -> None:
     """Products with a vector, straight into y where there is one projection and y is fp32."""
     slot, live = segment.slot, segment.rank

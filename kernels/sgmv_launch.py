@@ -1,4 +1,4 @@
-"""Launches of the Triton pair: grids and compile-time arguments. Importing this module needs triton."""
+"""Launches of the Triton kernels: grids and compile-time arguments. Importing this module needs triton."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.sgmv_triton import expand_kernel, shrink_kernel
-from kernels.tuning import expand_tile, shrink_tile
+from kernels.sgmv_triton import expand_kernel, gather_kernel, scale_kernel, shrink_kernel
+from kernels.tuning import expand_tile, gather_warps, rank_block, scale_tile, shrink_tile
 
 # Triton's default changes with 3.10, and 3.9 warns where neither is asked for.
 _COMPILER_OPTIONS = {"enable_fp_fusion": True}
@@ -85,6 +85,50 @@ def expand_launch(
             "BLOCK_R": tile.block_r,
             "SPLITS": splits,
             "PRECISION": _precision(y.dtype),
+            "num_warps": tile.num_warps,
+            **_COMPILER_OPTIONS,
+        },
+    )
+
+
+def gather_launch(ids: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int) -> tuple[Tensor, Launch]:
+    """Allocate the one plane and describe the launch that gathers A's rows into it.
+
+    The arguments have been checked: see `kernels.embedding.sgmv_embed`, with a tile table of `block_m` rows a tile.
+    """
+    _, vocabulary, rank = a_stack.shape
+    planes = torch.empty(1, ids.shape[0], rank, dtype=torch.float32, device=ids.device)
+    return planes, Launch(
+        gather_kernel,
+        tiles.shape[0],
+        (ids, a_stack, planes, tiles),
+        {
+            "VOCABULARY": vocabulary,
+            "RANK": rank,
+            "BLOCK_M": block_m,
+            "BLOCK_R": rank_block(rank),
+            "num_warps": gather_warps(block_m, rank),
+            **_COMPILER_OPTIONS,
+        },
+    )
+
+
+def scale_launch(y: Tensor, gain_stack: Tensor, bias: Tensor | None, tiles: Tensor, block_m: int) -> Launch:
+    """Describe the launch that applies the gains.
+
+    The arguments have been checked: see `kernels.gain.scale_rows`, with a tile table of `block_m` rows a tile.
+    """
+    out_features = y.shape[1]
+    tile = scale_tile(block_m)
+    return Launch(
+        scale_kernel,
+        tiles.shape[0] * -(-out_features // tile.block_n),
+        (y, gain_stack, y if bias is None else bias, tiles, y.stride(0)),
+        {
+            "OUT": out_features,
+            "HAS_BIAS": bias is not None,
+            "BLOCK_M": block_m,
+            "BLOCK_N": tile.block_n,
             "num_warps": tile.num_warps,
             **_COMPILER_OPTIONS,
         },

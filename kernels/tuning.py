@@ -39,6 +39,13 @@ class ExpandTile(NamedTuple):
     num_warps: int
 
 
+class ScaleTile(NamedTuple):
+    """How the scale kernel cuts y: columns of one program, and launch options."""
+
+    block_n: int
+    num_warps: int
+
+
 def row_tile(num_rows: int, max_groups: int) -> int:
     """Rows one tile of the tile table covers: 8 while groups are about one row, 16 for a batch, 64 for a prefill."""
     if num_rows <= 2 * max_groups:
@@ -74,7 +81,7 @@ def shrink_tile(
 @lru_cache(maxsize=1024)
 def expand_tile(num_tiles: int, block_m: int, rank: int, out_features: int, itemsize: int) -> ExpandTile:
     """Sizes for `num_tiles` row tiles of y `[*, out_features]`: narrow columns while programs are few."""
-    block_r = max(16, _power_of_two(rank))
+    block_r = rank_block(rank)
     if itemsize > 2:
         # No matrix unit multiplies exact fp32: each thread holds its sums, and more than 8 of them spill.
         return ExpandTile(32, block_r, num_warps=8 if block_m >= 64 else 4)
@@ -85,6 +92,23 @@ def expand_tile(num_tiles: int, block_m: int, rank: int, out_features: int, item
     while block_n < 256 and block_n * block_r <= 4096 and num_tiles * out_features // (2 * block_n) >= _MANY_PROGRAMS:
         block_n *= 2
     return ExpandTile(block_n, block_r, num_warps=4)
+
+
+def rank_block(rank: int) -> int:
+    """Columns of a block that holds a whole rank: what a matrix unit takes at least."""
+    return max(16, _power_of_two(rank))
+
+
+def gather_warps(block_m: int, rank: int) -> int:
+    """Warps that copy a tile's rows of A: few, so that a thread has 4 values or more."""
+    return min(4, max(1, block_m * rank_block(rank) // 512))
+
+
+def scale_tile(block_m: int) -> ScaleTile:
+    """Sizes for row tiles of y: warps so few that a thread has 4 columns or more, also of the bias."""
+    if block_m >= 64:
+        return ScaleTile(128, num_warps=8)
+    return ScaleTile(256, num_warps=1 if block_m <= 8 else 2)
 
 
 def _power_of_two(number: int) -> int:

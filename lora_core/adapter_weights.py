@@ -4,18 +4,22 @@ Files are read, never mapped: a file that shrinks under a mapping kills the proc
 adapters to their folder. They are read here rather than by the safetensors library, whose only reader from memory
 copies everything with the interpreter lock held, which stops a step loop in the same process for as long. Pickled
 files (`.bin`, `.pt`) are never opened.
+
+Tensors are read block by block into one buffer small enough to stay in the processor's cache, where the hash, the
+checks and the conversion find them. Memory new to the process is the most expensive part of a load: every page costs
+more than reading it does.
 """
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable
-from io import BufferedReader
+from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import blake3
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +29,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = "adapter_model.safetensors.index.json"
 
 _MAX_HEADER_BYTES = 16 * 2**20
+_BLOCK_BYTES = 2**20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SERVED_DTYPES = tuple(_DTYPES)
 """Names that safetensors gives the data types that can be read."""
@@ -39,6 +44,11 @@ class TensorInfo(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size, if its dtype is one of `SERVED_DTYPES`."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
 
 class _Entry(msgspec.Struct):
     dtype: str
@@ -47,23 +57,16 @@ class _Entry(msgspec.Struct):
 
 
 class _Header(NamedTuple):
-    """A safetensors file's header: its JSON, as found and parsed, and the size of the whole file."""
+    """A safetensors file's header: its JSON, as found and parsed; the whole file's size and time of its last change."""
 
     encoded: bytes
     entries: dict[str, _Entry]
     file_size: int
+    changed_ns: int
 
     @property
     def data_start(self) -> int:
         return 8 + len(self.encoded)
-
-    def view(self, key: str, content: memoryview) -> Tensor:
-        entry = self.entries[key]
-        dtype, count = _DTYPES[entry.dtype], math.prod(entry.shape)
-        if count == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        offset = self.data_start + entry.data_offsets[0]
-        return torch.frombuffer(content, dtype=dtype, count=count, offset=offset).view(entry.shape)
 
 
 class _Index(msgspec.Struct):
@@ -85,8 +88,9 @@ class AdapterWeights:
                 disagrees with its shards, or one key in two files.
         """
         self.tensors: dict[str, TensorInfo] = {}
-        self._files: dict[str, BufferedReader] = {}
+        self._files: dict[str, FileIO] = {}
         self._headers: dict[str, _Header] = {}
+        self._digests: dict[str, bytes] = {}
         try:
             names, weight_map = _weight_files(folder)
             for name in names:
@@ -113,50 +117,125 @@ class AdapterWeights:
         for file in self._files.values():
             file.close()
 
-    def read(self, keys: Collection[str], observe: Callable[[memoryview], object]) -> dict[str, Tensor]:
-        """Read the files into memory, and show `observe` every byte of each, its header's length included.
+    def blocks(self, key: str, buffer: "BlockBuffer") -> Iterator[tuple[int, Tensor]]:
+        """Read a tensor, and hash it.
 
         Args:
-            keys: Tensors wanted, each of one of `SERVED_DTYPES`.
-            observe: Called once per file, in the order of their names.
+            key: A tensor of one of `SERVED_DTYPES`.
+            buffer: Where to read to.
 
-        Returns:
-            The wanted tensors; those of one file share one buffer that nothing else refers to.
+        Yields:
+            The index of a block's first row, and its rows `[n, ...]`, good until the next block is read.
 
         Raises:
-            InvalidAdapter: a file changed since its header was read.
+            InvalidAdapter: the file changed since its header was read, or cannot be read.
         """
-        tensors: dict[str, Tensor] = {}
-        for name in sorted(self._files):
-            header = self._headers[name]
-            content = self._content(name, header)
-            observe(content)
-            tensors.update({key: header.view(key, content) for key in header.entries if key in keys})
-        return tensors
+        info = self.tensors[key]
+        row_shape = info.shape[1:]
+        dtype = _DTYPES[info.dtype]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        row = 0
+        for content in self._contents(key, max(row_bytes, 1), buffer):
+            block = content.view(dtype).view(-1, *row_shape)
+            yield row, block
+            row += len(block)
+
+    def whole(self, key: str) -> Tensor:
+        """Read a tensor of one of `SERVED_DTYPES` into memory of its own.
+
+        Raises:
+            InvalidAdapter: the file changed since its header was read, or cannot be read.
+        """
+        info = self.tensors[key]
+        for _, block in self.blocks(key, BlockBuffer(info.num_bytes)):
+            return block
+        return torch.empty(info.shape, dtype=_DTYPES[info.dtype])
+
+    def content_hash(self, config: bytes) -> str:
+        """Hash of the adapter: of its config's bytes, and of the name, dtype, shape and bytes of every tensor.
+
+        It does not depend on how tensors are spread over files or ordered in them, nor on the headers' other contents.
+        Tensors that have not been read are read now.
+
+        Returns:
+            BLAKE3 in hex.
+
+        Raises:
+            InvalidAdapter: a file changed since its header was read, or cannot be read.
+        """
+        buffer = BlockBuffer()
+        for key in self.tensors.keys() - self._digests.keys():
+            for _ in self._contents(key, 1, buffer):
+                pass
+        for name in self._files:
+            self._check_unchanged(name)
+        digest = blake3.blake3(blake3.blake3(config).digest())
+        for key, info in sorted(self.tensors.items()):
+            # JSON, so that no two lists of tensors have one encoding.
+            digest.update(msgspec.json.encode((key, info.dtype, info.shape)))
+            digest.update(self._digests[key])
+        return digest.hexdigest()
 
     def _open(self, folder: Path, name: str) -> None:
         path = folder / name
         if not path.is_file():
             raise InvalidAdapter(f"{name}: missing or not a regular file in {str(folder)!r}")
-        file = self._files[name] = path.open("rb")
+        file = self._files[name] = path.open("rb", buffering=0)
         header = self._headers[name] = _read_header(name, file)
         for key, entry in header.entries.items():
             if key in self.tensors:
                 raise InvalidAdapter(f"{name}: tensor {key!r} is in {self.tensors[key].file} too; expected it once")
             self.tensors[key] = TensorInfo(name, entry.dtype, tuple(entry.shape))
 
-    def _content(self, name: str, header: "_Header") -> memoryview:
-        # Not a bytearray: clearing one takes as long as reading into it, with the interpreter lock held.
-        content = np.empty(header.file_size, dtype=np.uint8).data
-        file = self._files[name]
-        try:
-            file.seek(0)
-            num_read = file.readinto(content)
-        except OSError as error:
-            raise InvalidAdapter(f"{name}: cannot be read: {error}") from error
-        if num_read != header.file_size or content[8 : header.data_start] != header.encoded:
-            raise InvalidAdapter(f"{name}: changed while it was being read; load it again when it is written")
-        return content
+    def _contents(self, key: str, unit_bytes: int, buffer: "BlockBuffer") -> Iterator[Tensor]:
+        """The tensor's bytes, in blocks of a whole number of units; hashed when all have been taken."""
+        name = self.tensors[key].file
+        header, file = self._headers[name], self._files[name].fileno()
+        start, stop = (header.data_start + offset for offset in header.entries[key].data_offsets)
+        digest = blake3.blake3()
+        while start < stop:
+            num_bytes = min(buffer.whole_units(unit_bytes), stop - start)
+            view, content = buffer.first(num_bytes)
+            try:
+                num_read = os.preadv(file, [view], start)
+            except OSError as error:
+                raise InvalidAdapter(f"{name}: cannot be read: {error}") from error
+            if num_read != num_bytes:
+                raise _changed(name)
+            digest.update(view)
+            yield content
+            start += num_bytes
+        self._digests[key] = digest.digest()
+
+    def _check_unchanged(self, name: str) -> None:
+        header, file = self._headers[name], self._files[name].fileno()
+        status = os.fstat(file)
+        is_same = (status.st_size, status.st_mtime_ns) == (header.file_size, header.changed_ns)
+        if not is_same or os.pread(file, len(header.encoded), 8) != header.encoded:
+            raise _changed(name)
+
+
+class BlockBuffer:
+    """Memory that blocks of tensors are read into, one after the other; for one thread at a time."""
+
+    def __init__(self, num_bytes: int = _BLOCK_BYTES) -> None:
+        """Make room for blocks of so many bytes; it grows to the size of one row."""
+        self._content = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
+
+    def whole_units(self, unit_bytes: int) -> int:
+        """Bytes of the largest block of whole units, of at least one."""
+        if unit_bytes > len(self._content):
+            self._content = torch.empty(unit_bytes, dtype=torch.uint8)
+        return len(self._content) // unit_bytes * unit_bytes
+
+    def first(self, num_bytes: int) -> tuple[memoryview, Tensor]:
+        """The first bytes, to be written and to be seen as a tensor."""
+        content = self._content[:num_bytes]
+        return content.numpy().data, content
+
+
+def _changed(name: str) -> InvalidAdapter:
+    return InvalidAdapter(f"{name}: changed while it was being read; load it again when it is written")
 
 
 def _weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -200,9 +279,10 @@ def _check_index(weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> 
         raise InvalidAdapter(f"{INDEX_FILE}: disagrees with its shards on {list_keys(wrong)}; a shard may be stale")
 
 
-def _read_header(name: str, file: BufferedReader) -> _Header:
+def _read_header(name: str, file: FileIO) -> _Header:
     """Parse a safetensors header: 8 bytes of length, then JSON of that length, then the tensors' bytes."""
-    size = os.fstat(file.fileno()).st_size
+    status = os.fstat(file.fileno())
+    size = status.st_size
     if size == 0:
         raise InvalidAdapter(f"{name}: the file is empty")
     length = int.from_bytes(file.read(8), "little")
@@ -210,7 +290,7 @@ def _read_header(name: str, file: BufferedReader) -> _Header:
         raise InvalidAdapter(f"{name}: truncated or not safetensors: {size} bytes, its header alone claims {length}")
     if length > _MAX_HEADER_BYTES:
         raise InvalidAdapter(f"{name}: a header of {length} bytes, at most {_MAX_HEADER_BYTES} are read")
-    header = _Header(file.read(length), {}, size)
+    header = _Header(file.read(length), {}, size, status.st_mtime_ns)
     header.entries.update(_parse_entries(name, header.encoded))
     _check_layout(name, header)
     return header

@@ -1,47 +1,94 @@
-"""Which adapters are loaded, who is using them, and which slot each one has."""
+"""Which adapters are loaded, who uses them, where their tensors are, and which slot each one has."""
 
+import enum
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
-from lora_core.errors import AdapterNameTaken, AdapterNotFound
+from lora_core.adapter_record import AdapterRecord
+from lora_core.errors import AdapterError, AdapterLost, AdapterNameTaken, AdapterNotFound
+from lora_core.host_memory import HostMemory
 from lora_core.slots import _LoRALRUCache
-from lora_core.types import AdapterRef
+from lora_core.types import AdapterRef, AdapterStatus
 
 M = TypeVar("M")
 
+READ_AHEAD = 2
+"""Adapters read for waiting requests, beyond one for each slot."""
+
+
+class PinRefused(AdapterError):
+    """Another pin would leave no slot for adapters that are not pinned."""
+
+
+class Readiness(enum.Enum):
+    """How far an adapter is from serving a request."""
+
+    READY = "ready"
+    """In a slot, fully written."""
+    WRITING = "writing"
+    """A slot is its own, and being written."""
+    READING = "reading"
+    """Its tensors are not in memory; they are being read, or will be in their turn."""
+    SLOT_AVAILABLE = "slot available"
+    """Its tensors are in memory, and a slot could be had."""
+    NO_SLOT = "no slot"
+    """Its tensors are in memory, and every slot is in use."""
+
 
 @dataclass(frozen=True)
-class Activation(Generic[M]):
-    """Where an adapter was put, and whether the slot's content must now be written."""
+class Preparation(Generic[M]):
+    """Where an adapter stands, and the slot it just got: the caller writes `tensors` there and calls `finish_write`."""
 
-    ref: AdapterRef
-    model: M
-    slot: int
-    is_new: bool
+    readiness: Readiness
+    slot: int | None = None
+    tensors: M | None = None
 
 
 @dataclass
-class _Loaded(Generic[M]):
-    model: M
-    users: int = 0
+class _Loaded:
+    record: AdapterRecord
+    num_users: int = 0
+    num_pins: int = 0
 
 
 class AdapterTable(Generic[M]):
     """The adapters of one engine, by generation.
 
-    A name admits requests from `add` to `retire`. A retired generation stays, with its slot, until its last user has
-    released it and its slot is unpinned; then its slot is freed and its model is dropped.
+    A name admits requests from `add` to `retire`. A retired generation stays until its last user has released it and
+    its last pin has ended; then its slot is freed and its tensors are dropped.
 
-    Thread-safe: every method holds one lock, and none of them does more than look at dictionaries.
+    Tensors are in host memory, in a slot, in both, or only in the adapter's folder. A generation that is *staged* is
+    on its way from there into a slot: it is read in its turn, its tensors are claimed, and the slot it gets is held for
+    it until a request pins it, or nobody wants it any more.
+
+    Thread-safe: every method holds one lock, and none of them does more than look at dictionaries. Slots are assigned
+    and written by one thread, the one that calls `prepare` and `assign`.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, host_memory_bytes: int) -> None:
         self._lock = threading.Lock()
-        self._loaded: dict[AdapterRef, _Loaded[M]] = {}
+        self._num_slots = num_slots
+        self._max_staged = num_slots + READ_AHEAD
+        self._loaded: dict[AdapterRef, _Loaded] = {}
         self._admitting: dict[str, AdapterRef] = {}
-        self._slots: _LoRALRUCache[AdapterRef, M] = _LoRALRUCache(num_slots)
+        self._retired: dict[AdapterRef, None] = {}
+        self._slots: _LoRALRUCache[AdapterRef, AdapterRecord] = _LoRALRUCache(num_slots)
+        self._host: HostMemory[AdapterRef, M] = HostMemory(host_memory_bytes)
+        # Pinned by the operator, in that order.
+        self._pinned: dict[AdapterRef, None] = {}
+        # In order of asking.
+        self._staged: dict[AdapterRef, None] = {}
+        # Whose files are being read, and whether room is reserved for them.
+        self._reading: dict[AdapterRef, bool] = {}
+        self._writing: set[AdapterRef] = set()
+        # Kept in their slots because they are staged or being written.
+        self._held: set[AdapterRef] = set()
+        # What the next `prepare` is told, and pinned adapters not to be tried again before somebody asks.
+        self._lost: dict[AdapterRef, AdapterLost] = {}
+        self._given_up: set[AdapterRef] = set()
         self._generations: set[int] = set()
         self._changes = 0
 
@@ -51,29 +98,80 @@ class AdapterTable(Generic[M]):
         with self._lock:
             return self._changes + self._slots.version
 
-    def add(self, name: str, model: M, generation: int | None = None) -> AdapterRef:
+    # Loaded adapters
+
+    def add(
+        self,
+        name: str,
+        record: AdapterRecord,
+        tensors: M,
+        generation: int | None = None,
+        *,
+        replace: bool = False,
+    ) -> AdapterRef:
         """Admit requests for `name`, under the given generation or a fresh one.
 
+        The tensors are kept in host memory if there is room; otherwise they are read when a request needs them. With
+        `replace`, the generation that has the name retires in the same moment, and its operator's pin passes on.
+
         Raises:
-            AdapterNameTaken: the name already admits requests.
+            AdapterNameTaken: the name already admits requests, and `replace` is not set.
             ValueError: the generation was given to an adapter before.
         """
         with self._lock:
+            if name in self._admitting and not replace:
+                raise AdapterNameTaken(f"LoRA adapter {name!r} is already loaded; unload it first, or replace it")
+            ref = AdapterRef(name, self._new_generation(generation))
+            self._loaded[ref] = _Loaded(record)
+            is_pinned = name in self._admitting and self._admitting[name] in self._pinned
             if name in self._admitting:
-                raise AdapterNameTaken(f"LoRA adapter {name!r} is already loaded; unload it first")
-            if generation is None:
-                generation = max(self._generations, default=0) + 1
-            elif generation in self._generations:
-                raise ValueError(f"generation {generation} was given to an adapter before; each load needs its own")
-            self._generations.add(generation)
-            ref = AdapterRef(name, generation)
-            self._loaded[ref] = _Loaded(model)
+                self._retire(name)
             self._admitting[name] = ref
+            if is_pinned:
+                self._pinned[ref] = None
+            self._host.put(ref, tensors, record.num_bytes, self._kept())
             self._changes += 1
             return ref
 
+    def renumber(self, name: str, generation: int) -> AdapterRef:
+        """Give the adapter that has `name` another generation: requests in progress finish under the old one.
+
+        Raises:
+            AdapterNotFound: the name admits no requests.
+            ValueError: the generation was given to an adapter before.
+        """
+        with self._lock:
+            old = self._admitted(name)
+            ref = AdapterRef(name, self._new_generation(generation))
+            record, tensors, is_pinned = self._loaded[old].record, self._host.get(old), old in self._pinned
+            self._loaded[ref] = _Loaded(record)
+            self._retire(name)
+            self._admitting[name] = ref
+            if is_pinned:
+                self._pinned[ref] = None
+            if tensors is not None:
+                self._host.put(ref, tensors, record.num_bytes, self._kept())
+            self._changes += 1
+            return ref
+
+    def refresh(self, ref: AdapterRef, record: AdapterRecord, tensors: M | None) -> None:
+        """Take note that an adapter's files, the same bytes as ever, are where `record` says; keep what was read.
+
+        Nothing happens if it is gone.
+        """
+        with self._lock:
+            if ref not in self._loaded:
+                return
+            self._loaded[ref].record = record
+            self._given_up.discard(ref)
+            self._lost.pop(ref, None)
+            is_nowhere = ref not in self._host and ref not in self._reading and ref not in self._slots
+            if tensors is not None and is_nowhere:
+                self._host.put(ref, tensors, record.num_bytes, self._kept())
+                self._claim_if_staged(ref)
+
     def retire(self, name: str) -> int:
-        """Admit no more requests for `name`, and drop its adapter once nobody uses it.
+        """Admit no more requests for `name`, end its operator's pin, and drop its adapter once nobody uses it.
 
         Returns:
             How many users still hold it.
@@ -83,22 +181,44 @@ class AdapterTable(Generic[M]):
         """
         with self._lock:
             ref = self._admitted(name)
-            del self._admitting[name]
-            self._changes += 1
-            users = self._loaded[ref].users
-            self._drop_if_unused(ref)
-            return users
+            num_users = self._loaded[ref].num_users
+            self._retire(name)
+            return num_users
 
-    def find(self, name: str) -> tuple[AdapterRef, M] | None:
+    def find(self, name: str) -> tuple[AdapterRef, AdapterRecord] | None:
         """The adapter that requests for `name` would get."""
         with self._lock:
             ref = self._admitting.get(name)
-            return None if ref is None else (ref, self._loaded[ref].model)
+            return None if ref is None else (ref, self._loaded[ref].record)
 
-    def models(self) -> dict[str, M]:
+    def in_memory(self, folder: Path, content_hash: str) -> tuple[AdapterRecord, M] | None:
+        """An adapter of this content, loaded from this folder under any name, whose tensors are in host memory."""
+        with self._lock:
+            for ref, loaded in self._loaded.items():
+                is_meant = loaded.record.path == folder and loaded.record.content_hash == content_hash
+                if is_meant and (tensors := self._host.get(ref)) is not None:
+                    return loaded.record, tensors
+            return None
+
+    def records(self) -> dict[str, AdapterRecord]:
         """The adapters that admit requests, by name."""
         with self._lock:
-            return {name: self._loaded[ref].model for name, ref in self._admitting.items()}
+            return {name: self._loaded[ref].record for name, ref in self._admitting.items()}
+
+    def resolve(self, name_or_ref: str | AdapterRef) -> AdapterRef:
+        """The loaded generation that is meant; of a name the one that admits requests.
+
+        Raises:
+            KeyError: there is none.
+        """
+        with self._lock:
+            ref = self._admitting.get(name_or_ref) if isinstance(name_or_ref, str) else name_or_ref
+            if ref is None:
+                raise KeyError(f"LoRA adapter {name_or_ref!r} is not loaded")
+            self._existing(ref)
+            return ref
+
+    # Users
 
     def acquire(self, name: str) -> AdapterRef:
         """Count a user of `name`'s adapter, which stays loaded until the user calls `release`.
@@ -108,7 +228,7 @@ class AdapterTable(Generic[M]):
         """
         with self._lock:
             ref = self._admitted(name)
-            self._loaded[ref].users += 1
+            self._loaded[ref].num_users += 1
             return ref
 
     def release(self, ref: AdapterRef) -> None:
@@ -118,99 +238,370 @@ class AdapterTable(Generic[M]):
             KeyError: there is no such user.
         """
         with self._lock:
-            if self._existing(ref).users == 0:
+            loaded = self._existing(ref)
+            if loaded.num_users == 0:
                 raise KeyError(f"LoRA adapter {ref} has no user to release")
-            self._loaded[ref].users -= 1
+            loaded.num_users -= 1
+            self._unstage_if_unwanted(ref)
             self._drop_if_unused(ref)
 
-    def activate(self, name_or_ref: str | AdapterRef) -> Activation[M]:
-        """Give an adapter a slot, or refresh the recency of the one it has.
+    def num_users(self, ref: AdapterRef) -> int:
+        """Users of a generation; 0 if it is not loaded."""
+        with self._lock:
+            return self._loaded[ref].num_users if ref in self._loaded else 0
+
+    def num_pins(self, ref: AdapterRef) -> int:
+        """Calls of `pin` that `unpin` has not ended; 0 if the generation is not loaded."""
+        with self._lock:
+            return self._loaded[ref].num_pins if ref in self._loaded else 0
+
+    def retired(self) -> list[AdapterRef]:
+        """Generations that admit no requests and still have some."""
+        with self._lock:
+            return list(self._retired)
+
+    # Slots
+
+    def prepare(self, ref: AdapterRef, *, take_slot: bool = True) -> Preparation[M]:
+        """Bring an adapter nearer to a slot for a request that waits for it, without waiting.
+
+        It is staged, if not too many are, and gets a slot if its tensors are in memory, one can be had, and
+        `take_slot` allows it.
 
         Raises:
-            KeyError: no such adapter is loaded.
-            NoFreeSlot: all slots are pinned.
+            KeyError: the generation is not loaded.
+            AdapterLost: its tensors were needed and could not be read; told once, then tried anew.
         """
         with self._lock:
-            ref = self._admitting.get(name_or_ref) if isinstance(name_or_ref, str) else name_or_ref
-            if ref is None:
-                raise KeyError(f"LoRA adapter {name_or_ref!r} is not loaded")
-            model = self._existing(ref).model
-            is_new = ref not in self._slots
-            _, slot = self._slots.put(ref, model)
-            return Activation(ref, model, slot, is_new)
+            self._existing(ref)
+            if ref in self._slots:
+                return Preparation(Readiness.WRITING if ref in self._writing else Readiness.READY)
+            if ref in self._lost:
+                raise self._lost.pop(ref)
+            tensors = self._host.get(ref)
+            # Claimed by one that came later, memory would never come free for the one whose turn it is to be read.
+            if ref not in self._staged and (tensors is None or self._next_unread() is None):
+                self._stage(ref)
+            if tensors is None:
+                return Preparation(Readiness.READING)
+            if not self._slots.can_put(ref):
+                return Preparation(Readiness.NO_SLOT)
+            if not take_slot:
+                return Preparation(Readiness.SLOT_AVAILABLE)
+            slot = self._assign(ref)
+            # Kept in its slot, too, between the end of the write and the start of the request.
+            self._staged[ref] = None
+            return Preparation(Readiness.WRITING, slot, tensors)
 
-    def deactivate(self, ref: AdapterRef) -> None:
-        """Free the adapter's slot, if it has one.
+    def assign(self, ref: AdapterRef) -> int:
+        """Give an adapter without a slot one, to be written now.
 
         Raises:
-            ValueError: the slot is pinned.
+            KeyError: the generation is not loaded.
+            NoFreeSlot: none can be had.
         """
         with self._lock:
-            self._slots.remove(ref)
+            self._existing(ref)
+            return self._assign(ref)
+
+    def finish_write(self, ref: AdapterRef) -> None:
+        """Take note that an adapter's slot is written; nothing happens if the adapter is gone."""
+        with self._lock:
+            if ref not in self._writing:
+                return
+            self._writing.discard(ref)
+            self._host.release(ref)
+            if ref not in self._staged:
+                self._unhold(ref)
+            elif self._loaded[ref].num_users == 0:
+                self._unstage(ref)
+            self._changes += 1
+
+    def abandon_write(self, ref: AdapterRef) -> None:
+        """Take a slot back that could not be written; nothing happens if the adapter is gone."""
+        with self._lock:
+            if ref in self._writing:
+                self._leave_slot(ref)
+
+    def unwritten(self) -> set[AdapterRef]:
+        """Adapters whose slots are still to be written."""
+        with self._lock:
+            return set(self._writing)
+
+    def is_writing(self, ref: AdapterRef) -> bool:
+        """Whether the adapter's slot is still to be written."""
+        with self._lock:
+            return ref in self._writing
 
     def can_activate(self, ref: AdapterRef) -> bool:
-        """Whether `activate` would find a slot now."""
+        """Whether the adapter has a slot, or one could be had now."""
         with self._lock:
             return self._slots.can_put(ref)
 
-    def pin(self, ref: AdapterRef) -> None:
-        """Keep the adapter in its slot until `unpin`. Raises KeyError if it has none."""
+    def wants_slot(self, ref: AdapterRef) -> bool:
+        """Whether a slot is all the adapter lacks: its tensors are in memory."""
         with self._lock:
+            return ref in self._host and ref not in self._slots
+
+    def pin(self, ref: AdapterRef) -> None:
+        """Keep the adapter in its slot until `unpin`, and make it the most recently used one; pins are counted.
+
+        Raises:
+            KeyError: it is in no slot, or its slot is not written yet.
+        """
+        with self._lock:
+            if ref not in self._slots or ref in self._writing:
+                raise KeyError(f"LoRA adapter {ref} is in no slot that is written")
+            self._slots.get(ref)
             self._slots.pin(ref)
+            self._loaded[ref].num_pins += 1
+            self._unstage(ref)
 
     def unpin(self, ref: AdapterRef) -> None:
         """End one `pin`. Raises KeyError if there is none."""
         with self._lock:
+            if self._existing(ref).num_pins == 0:
+                raise KeyError(f"LoRA adapter {ref} has no pin to end")
+            self._loaded[ref].num_pins -= 1
             self._slots.unpin(ref)
             self._drop_if_unused(ref)
 
     def slot_of(self, ref: AdapterRef) -> int | None:
-        """The adapter's slot, or None."""
+        """The adapter's slot, or None while it has none that is written."""
         with self._lock:
-            return self._slots.get_slot(ref)
+            return self._written_slot(ref)
+
+    def use_slot(self, ref: AdapterRef) -> int | None:
+        """The adapter's slot, its recency refreshed; None while it has none that is written."""
+        with self._lock:
+            slot = self._written_slot(ref)
+            if slot is not None:
+                self._slots.get(ref)
+            return slot
 
     def use_slots(self, refs: Iterable[AdapterRef | None]) -> list[int | None]:
         """Slot of each adapter (None for each None), refreshing their recency.
 
         Raises:
-            KeyError: an adapter has no slot; it is named.
+            KeyError: an adapter has no slot that is written; it is named.
         """
         with self._lock:
             slots: list[int | None] = []
             for ref in refs:
-                _, slot = (None, None) if ref is None else self._slots.get(ref)
-                if ref is not None and slot is None:
-                    raise KeyError(f"LoRA adapter {ref} has no slot; activate it before its requests are routed")
+                slot = None if ref is None else self._written_slot(ref)
+                if ref is not None:
+                    if slot is None:
+                        raise KeyError(f"LoRA adapter {ref} has no slot; activate it before its requests are routed")
+                    self._slots.get(ref)
                 slots.append(slot)
             return slots
 
-    def residents(self) -> dict[int, tuple[AdapterRef, M]]:
-        """What is in each taken slot, adapters that no longer admit requests included."""
+    def residents(self) -> dict[int, tuple[AdapterRef, AdapterRecord]]:
+        """What is, or is being written, in each taken slot, adapters that no longer admit requests included."""
         with self._lock:
-            return {slot: (ref, model) for ref, (model, slot) in self._slots.items()}
+            return {slot: (ref, record) for ref, (record, slot) in self._slots.items()}
 
     def residency(self) -> tuple[list[AdapterRef], list[AdapterRef]]:
-        """Adapters that admit requests: those in slots (by slot), and all of them (in load order)."""
+        """Adapters that admit requests: those in written slots (by slot), and all of them (in load order)."""
         with self._lock:
-            by_slot = sorted((slot, ref) for ref, (_, slot) in self._slots.items())
+            by_slot = sorted((slot, ref) for ref, (_, slot) in self._slots.items() if ref not in self._writing)
             resident = [ref for _, ref in by_slot if self._admitting.get(ref.name) == ref]
             return resident, list(self._admitting.values())
+
+    # The operator's pins
+
+    def pin_name(self, name: str) -> bool:
+        """Let the adapter of `name` have the next slot and keep it; False if it was pinned already.
+
+        Raises:
+            AdapterNotFound: the name admits no requests.
+            PinRefused: no slot would be left for the adapters that are not pinned.
+        """
+        with self._lock:
+            ref = self._admitted(name)
+            self._given_up.discard(ref)
+            if ref in self._pinned:
+                return False
+            if len(self._pinned) >= self._num_slots - 1:
+                raise PinRefused(
+                    f"{len(self._pinned)} adapter(s) are pinned, and of {self._num_slots} slot(s) at most "
+                    f"{self._num_slots - 1} can be, so that others can be served; unpin one, or raise max_num_loras"
+                )
+            self._pinned[ref] = None
+            if ref in self._slots:
+                self._slots.pin(ref)
+            return True
+
+    def unpin_name(self, name: str) -> bool:
+        """End the pin of `name`'s adapter; False if there was none. Raises AdapterNotFound as `pin_name` does."""
+        with self._lock:
+            ref = self._admitted(name)
+            was_pinned = ref in self._pinned
+            self._end_operator_pin(ref)
+            return was_pinned
+
+    def is_pinned(self, ref: AdapterRef) -> bool:
+        """Whether the operator has pinned it."""
+        with self._lock:
+            return ref in self._pinned
+
+    def pinned_without_slot(self) -> list[AdapterRef]:
+        """Pinned adapters on their way to a slot; not those whose files are lost."""
+        with self._lock:
+            return [ref for ref in self._pinned if ref not in self._given_up and self._written_slot(ref) is None]
+
+    # Tensors
+
+    def tensors_of(self, ref: AdapterRef) -> M | None:
+        """The adapter's tensors, if they are in host memory."""
+        with self._lock:
+            return self._host.get(ref)
+
+    def can_read(self) -> bool:
+        """Whether `next_read` would find something to read."""
+        with self._lock:
+            ref = self._next_unread()
+            return ref is not None and self._host.can_reserve(self._loaded[ref].record.num_bytes)
+
+    def next_read(self) -> tuple[AdapterRef, AdapterRecord] | None:
+        """Begin to read the staged adapter whose turn it is, with room for it set aside.
+
+        None if nothing is to be read, or there is no room for the first one: a smaller one does not overtake it.
+        """
+        with self._lock:
+            ref = self._next_unread()
+            if ref is None:
+                return None
+            record = self._loaded[ref].record
+            if not self._host.reserve(ref, record.num_bytes, self._kept()):
+                return None
+            self._reading[ref] = True
+            return ref, record
+
+    def begin_read(self, ref: AdapterRef) -> AdapterRecord | None:
+        """Begin to read an adapter at once, with no room set aside; None if it is being read or in memory.
+
+        Raises:
+            KeyError: the generation is not loaded.
+        """
+        with self._lock:
+            record = self._existing(ref).record
+            if ref in self._reading or ref in self._host:
+                return None
+            self._reading[ref] = False
+            return record
+
+    def end_read(self, ref: AdapterRef, tensors: M) -> None:
+        """Keep what was read, if the adapter is still loaded and there is room."""
+        with self._lock:
+            is_reserved = self._reading.pop(ref)
+            if ref not in self._loaded:
+                if is_reserved:
+                    self._host.cancel(ref)
+                return
+            if is_reserved:
+                self._host.fill(ref, tensors)
+            else:
+                self._host.put(ref, tensors, self._loaded[ref].record.num_bytes, self._kept())
+            self._given_up.discard(ref)
+            self._claim_if_staged(ref)
+            self._unstage_if_unwanted(ref)
+
+    def fail_read(self, ref: AdapterRef, error: AdapterLost) -> None:
+        """Take note that an adapter could not be read: those who wait for it are told, later ones try again."""
+        with self._lock:
+            if self._reading.pop(ref):
+                self._host.cancel(ref)
+            if ref not in self._loaded:
+                return
+            if ref in self._staged and self._loaded[ref].num_users > 0:
+                self._lost[ref] = error
+            self._unstage(ref)
+            if ref in self._pinned:
+                self._given_up.add(ref)
+
+    def is_reading(self, ref: AdapterRef) -> bool:
+        """Whether the adapter's files are being read."""
+        with self._lock:
+            return ref in self._reading
+
+    # What is there
+
+    def status(self, name: str) -> AdapterStatus:
+        """How the adapter of `name` is held. Raises AdapterNotFound."""
+        with self._lock:
+            return self._status(self._admitted(name))
+
+    def statuses(self) -> list[AdapterStatus]:
+        """How every adapter that admits requests is held, in load order."""
+        with self._lock:
+            return [self._status(ref) for ref in self._admitting.values()]
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
         with self._lock:
             self._slots.check()
-            assert set(self._admitting.values()) <= self._loaded.keys(), "a name admits an adapter that is gone"
-            assert all(name == ref.name for name, ref in self._admitting.items())
-            assert set(self._slots.keys()) <= self._loaded.keys(), "a slot holds an adapter that is gone"
-            for ref, (model, _) in self._slots.items():
-                assert model is self._loaded[ref].model, f"the slot of {ref} holds another model"
-            for ref, loaded in self._loaded.items():
-                assert loaded.users >= 0
-                is_kept = ref in self._admitting.values() or loaded.users > 0 or self._slots.is_pinned(ref)
-                assert is_kept, f"{ref} is retired and unused, and still loaded"
-            generations = [ref.generation for ref in self._loaded]
-            assert len(set(generations)) == len(generations), "two adapters share a generation"
+            self._host.check()
+            self._check_generations()
+            self._check_slots()
+            self._check_tensors()
+
+    def _check_generations(self) -> None:
+        assert set(self._admitting.values()) | self._retired.keys() == self._loaded.keys(), "neither admits nor drains"
+        assert not set(self._admitting.values()) & self._retired.keys(), "a retired generation admits requests"
+        assert all(name == ref.name for name, ref in self._admitting.items())
+        for ref in self._retired:
+            loaded = self._loaded[ref]
+            assert loaded.num_users > 0 or loaded.num_pins > 0, f"{ref} is retired and unused, and still loaded"
+        assert all(loaded.num_users >= 0 for loaded in self._loaded.values())
+        generations = [ref.generation for ref in self._loaded]
+        assert len(set(generations)) == len(generations), "two adapters share a generation"
+        assert self._pinned.keys() <= set(self._admitting.values()), "a pinned adapter admits no requests"
+        assert len(self._pinned) <= max(0, self._num_slots - 1), f"{len(self._pinned)} adapters are pinned"
+        assert self._given_up <= self._pinned.keys()
+
+    def _check_slots(self) -> None:
+        assert set(self._slots.keys()) <= self._loaded.keys(), "a slot holds an adapter that is gone"
+        in_slots = set(self._slots.keys())
+        assert self._writing <= in_slots, "an adapter without a slot is being written"
+        assert self._held == in_slots & (self._writing | self._staged.keys()), f"held: {self._held}"
+        for ref, loaded in self._loaded.items():
+            expected = loaded.num_pins + (ref in self._held) + (ref in self._pinned and ref in in_slots)
+            assert self._slots.num_pins(ref) == expected, f"{ref} has {self._slots.num_pins(ref)} pins, not {expected}"
+
+    def _check_tensors(self) -> None:
+        assert set(self._host.keys()) <= self._loaded.keys(), "host memory holds an adapter that is gone"
+        assert self._staged.keys() <= self._loaded.keys(), "an adapter that is gone is staged"
+        assert self._lost.keys() <= self._loaded.keys()
+        assert self._lost.keys().isdisjoint(self._staged)
+        waiting = [ref for ref in self._staged if ref not in self._slots]
+        assert len(waiting) <= self._max_staged, f"{len(waiting)} adapters are staged"
+        in_memory = self._host.keys()
+        for ref in in_memory:
+            on_its_way = ref in self._writing or (ref in self._staged and ref not in self._slots)
+            assert self._host.is_claimed(ref) == on_its_way, f"{ref}: its tensors are claimed, or not, by mistake"
+
+    def _status(self, ref: AdapterRef) -> AdapterStatus:
+        in_slot = self._written_slot(ref) is not None
+        return AdapterStatus(
+            name=ref.name,
+            generation=ref.generation,
+            tier="slot" if in_slot else "host" if ref in self._host else "disk",
+            pinned=ref in self._pinned,
+            num_users=self._loaded[ref].num_users,
+            draining=[old.generation for old in self._retired if old.name == ref.name],
+            report=self._loaded[ref].record.report(ref.generation),
+        )
+
+    # Below, the lock is held.
+
+    def _new_generation(self, generation: int | None) -> int:
+        if generation is None:
+            generation = max(self._generations, default=0) + 1
+        elif generation in self._generations:
+            raise ValueError(f"generation {generation} was given to an adapter before; each load needs its own")
+        self._generations.add(generation)
+        return generation
 
     def _admitted(self, name: str) -> AdapterRef:
         try:
@@ -219,16 +610,101 @@ class AdapterTable(Generic[M]):
             known = ", ".join(sorted(self._admitting)) or "none"
             raise AdapterNotFound(f"LoRA adapter {name!r} is not loaded; loaded adapters: {known}") from None
 
-    def _existing(self, ref: AdapterRef) -> _Loaded[M]:
+    def _existing(self, ref: AdapterRef) -> _Loaded:
         try:
             return self._loaded[ref]
         except KeyError:
             raise KeyError(f"LoRA adapter {ref} is not loaded") from None
 
-    def _drop_if_unused(self, ref: AdapterRef) -> None:
-        is_admitting = self._admitting.get(ref.name) == ref
-        if is_admitting or self._loaded[ref].users > 0 or self._slots.is_pinned(ref):
-            return
-        self._slots.remove(ref)
-        del self._loaded[ref]
+    def _kept(self) -> set[AdapterRef]:
+        """Whose tensors are evicted last: files of a retired generation may be gone, pinned ones are to be there."""
+        return {*self._retired, *self._pinned}
+
+    def _retire(self, name: str) -> None:
+        ref = self._admitting.pop(name)
+        self._end_operator_pin(ref)
+        self._retired[ref] = None
         self._changes += 1
+        self._drop_if_unused(ref)
+
+    def _drop_if_unused(self, ref: AdapterRef) -> None:
+        loaded = self._loaded[ref]
+        if ref not in self._retired or loaded.num_users > 0 or loaded.num_pins > 0:
+            return
+        self._unstage(ref)
+        self._leave_slot(ref)
+        self._host.remove(ref)
+        self._lost.pop(ref, None)
+        del self._loaded[ref], self._retired[ref]
+        self._changes += 1
+
+    def _end_operator_pin(self, ref: AdapterRef) -> None:
+        if ref not in self._pinned:
+            return
+        del self._pinned[ref]
+        self._given_up.discard(ref)
+        if ref in self._slots:
+            self._slots.unpin(ref)
+        self._unstage_if_unwanted(ref)
+
+    def _assign(self, ref: AdapterRef) -> int:
+        _, slot = self._slots.put(ref, self._loaded[ref].record)
+        self._writing.add(ref)
+        self._held.add(ref)
+        self._slots.pin(ref)
+        if ref in self._pinned:
+            self._slots.pin(ref)
+        if ref in self._host:
+            self._host.claim(ref)
+        return slot
+
+    def _leave_slot(self, ref: AdapterRef) -> None:
+        """Free the slot of an adapter that nobody uses, if it has one."""
+        if ref not in self._slots:
+            return
+        self._writing.discard(ref)
+        self._host.release(ref)
+        self._unstage(ref)
+        self._unhold(ref)
+        if ref in self._pinned:
+            self._slots.unpin(ref)
+        self._slots.remove(ref)
+
+    def _unhold(self, ref: AdapterRef) -> None:
+        if ref in self._held:
+            self._held.discard(ref)
+            self._slots.unpin(ref)
+
+    def _stage(self, ref: AdapterRef) -> None:
+        if sum(other not in self._slots for other in self._staged) < self._max_staged:
+            self._staged[ref] = None
+            self._claim_if_staged(ref)
+
+    def _claim_if_staged(self, ref: AdapterRef) -> None:
+        if ref in self._staged and ref in self._host and ref not in self._slots:
+            self._host.claim(ref)
+
+    def _unstage(self, ref: AdapterRef) -> None:
+        if ref not in self._staged:
+            return
+        del self._staged[ref]
+        if ref not in self._writing:
+            self._host.release(ref)
+            self._unhold(ref)
+
+    def _unstage_if_unwanted(self, ref: AdapterRef) -> None:
+        if self._loaded[ref].num_users > 0:
+            return
+        self._lost.pop(ref, None)
+        if ref not in self._pinned or self._written_slot(ref) is not None:
+            self._unstage(ref)
+
+    def _written_slot(self, ref: AdapterRef) -> int | None:
+        return None if ref in self._writing else self._slots.get_slot(ref)
+
+    def _next_unread(self) -> AdapterRef | None:
+        """The first staged adapter whose tensors are nowhere."""
+        for ref in self._staged:
+            if ref not in self._slots and ref not in self._host and ref not in self._reading:
+                return ref
+        return None

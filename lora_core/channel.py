@@ -13,6 +13,7 @@ import collections
 import logging
 import queue
 import threading
+import time
 import uuid
 from typing import Protocol
 
@@ -43,6 +44,9 @@ REQUEST_ENDPOINT = "request"
 RESPONSE_ENDPOINT = "response"
 
 logger = logging.getLogger(__name__)
+
+NUM_LOADERS = 3
+"""Adapters fetched or read at a time; their tensors are in host memory beyond the budget until they are admitted."""
 
 _CLOSE_WAIT_S = 5.0
 
@@ -119,15 +123,20 @@ class LoRAQueue:
 
 
 class AdapterOperations(Protocol):
-    """What `LoRARequestProcessor` needs of the manager; both methods answer every failure with a status."""
+    """What `LoRARequestProcessor` needs of the manager; every failure is answered with a status."""
 
-    def load_adapter(self, spec: str, *, generation: int | None = None) -> LoRAResponse:
-        """Load `name=path`; called from the loader thread."""
+    def load_adapter(
+        self, spec: str, *, generation: int | None, replace: bool, content_hash: str | None
+    ) -> LoRAResponse:
+        """Load `name=path`; called from loader threads."""
         ...
 
     def unload_adapter(self, name: str) -> LoRAResponse:
-        """Unload a name; called from the thread that polls."""
+        """Unload a name, at once; called, as the pins are, from the thread that polls."""
         ...
+
+    def pin_adapter(self, name: str) -> LoRAResponse: ...
+    def unpin_adapter(self, name: str) -> LoRAResponse: ...
 
 
 class _Operation:
@@ -141,9 +150,10 @@ class _Operation:
 class LoRARequestProcessor:
     """The answering side of LoRA operations, in the engine process.
 
-    Operations on one name run in the order they came; a load is read and checked by one loader thread, while the thread
-    that polls goes on with its steps, runs the unloads between them, and sends the answers. A load that comes while
-    the same name and path are being loaded shares that load and its answer.
+    Operations on one name run in the order they came. Loads are fetched, read and checked by a few loader threads, so
+    that a slow one holds up no other adapter, while the thread that polls goes on with its steps, runs the other
+    operations between them, and sends the answers. A load that comes while the same name is being loaded, and asks for
+    the same in every field, shares that load and its answer.
     """
 
     def __init__(self, manager: AdapterOperations, zmq_endpoint_base: str) -> None:
@@ -165,13 +175,14 @@ class LoRARequestProcessor:
         self._by_name: dict[str, collections.deque[_Operation]] = {}
         self._to_load: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[tuple[_Operation, LoRAResponse]] = queue.SimpleQueue()
-        self._loader: threading.Thread | None = None
+        self._loaders: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the loader thread."""
-        assert self._loader is None, "started twice"
-        self._loader = threading.Thread(target=self._load_all, name="lora-loader", daemon=True)
-        self._loader.start()
+        """Start the loader threads."""
+        assert not self._loaders, "started twice"
+        for number in range(NUM_LOADERS):
+            self._loaders.append(threading.Thread(target=self._load_all, name=f"lora-loader-{number}", daemon=True))
+            self._loaders[-1].start()
 
     def process_lora_requests(self) -> bool:
         """Take new requests and finish what can be finished, without waiting.
@@ -192,14 +203,16 @@ class LoRARequestProcessor:
             did_something = True
 
     def close(self) -> None:
-        """Stop the loader thread after the load it is in, and close both links. Safe to call again.
+        """Stop the loader threads after the loads they are in, and close both links. Safe to call again.
 
-        A load that takes seconds longer is left behind; operations not yet answered never are.
+        Loads that take seconds longer are left behind; operations not yet answered never are.
         """
-        if self._loader is not None:
+        for _ in self._loaders:
             self._to_load.put(None)
-            self._loader.join(_CLOSE_WAIT_S)
-            self._loader = None
+        deadline = time.monotonic() + _CLOSE_WAIT_S
+        for loader in self._loaders:
+            loader.join(max(0.0, deadline - time.monotonic()))
+        self._loaders.clear()
         self._sender.close()
         self._receiver.close()
 
@@ -220,7 +233,7 @@ class LoRARequestProcessor:
         if operation.request.operation is LoRAOperation.LOAD:
             self._to_load.put(operation)
         else:
-            self._loaded.put((operation, self._unload(operation.request)))
+            self._loaded.put((operation, self._change(operation.request)))
 
     def _finish(self, operation: _Operation, response: LoRAResponse) -> None:
         for request_id in operation.request_ids:
@@ -240,28 +253,39 @@ class LoRARequestProcessor:
     def _load(self, request: LoRARequest) -> LoRAResponse:
         spec = request.lora_name if request.lora_path is None else f"{request.lora_name}={request.lora_path}"
         try:
-            return self._manager.load_adapter(spec, generation=request.generation)
+            return self._manager.load_adapter(
+                spec, generation=request.generation, replace=request.replace, content_hash=request.content_hash
+            )
         except Exception as error:
             return _unforeseen(request, error)
 
-    def _unload(self, request: LoRARequest) -> LoRAResponse:
+    def _change(self, request: LoRARequest) -> LoRAResponse:
+        """Run an operation that takes no time."""
+        changes = {
+            LoRAOperation.UNLOAD: self._manager.unload_adapter,
+            LoRAOperation.PIN: self._manager.pin_adapter,
+            LoRAOperation.UNPIN: self._manager.unpin_adapter,
+        }
         try:
-            return self._manager.unload_adapter(request.lora_name)
+            return changes[request.operation](request.lora_name)
         except Exception as error:
             return _unforeseen(request, error)
 
 
 def _is_same_load(earlier: LoRARequest, request: LoRARequest) -> bool:
-    both = (earlier.operation, request.operation)
-    return both == (LoRAOperation.LOAD, LoRAOperation.LOAD) and earlier.lora_path == request.lora_path
+    return request.operation is LoRAOperation.LOAD and earlier == request
 
 
 def _refuse(request: LoRARequest) -> LoRAResponse | None:
     """An answer to a request that cannot be put to the manager."""
     if request.lora_name and "=" not in request.lora_name:
         return None
-    is_load = request.operation is LoRAOperation.LOAD
-    status = LoRAStatus.LOAD_INVALID_ADAPTER if is_load else LoRAStatus.UNLOAD_NAME_NONEXISTENT
+    status = {
+        LoRAOperation.LOAD: LoRAStatus.LOAD_INVALID_ADAPTER,
+        LoRAOperation.UNLOAD: LoRAStatus.UNLOAD_NAME_NONEXISTENT,
+        LoRAOperation.PIN: LoRAStatus.PIN_NAME_NONEXISTENT,
+        LoRAOperation.UNPIN: LoRAStatus.PIN_NAME_NONEXISTENT,
+    }[request.operation]
     return LoRAResponse(status, f"LoRA adapter name {request.lora_name!r} is not a name; expected one without '='")
 
 

@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MAX_LORA_RANK = 256
 """Largest `max_lora_rank` the kernels are built for."""
 
+Quantization = Literal["none", "int8", "int4"]
+"""Of the base model's weights."""
+
 
 class Settings(BaseModel):
     """A group of settings; an unknown key is refused."""
@@ -73,10 +76,17 @@ class EngineSettings(Settings):
         default=2.0, ge=0, description="A request waiting longer than this for a slot has one set aside for it."
     )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: torch's choice.")
-    quantization: Literal["none", "int8", "int4"] = Field(
-        default="none", description="Weight-only quantisation of the base's linear layers at start, through torchao."
+    quantization: Quantization = Field(
+        default="none",
+        description=(
+            "Weight-only quantisation at start, through torchao, of the linear layers in the base's decoder layers; "
+            "embedding and head stay as they are, and adapters apply to unquantised activations. int4 is for CPUs, "
+            "and fast only with dtype bfloat16."
+        ),
     )
-    pack_weights: bool = Field(default=True, description="On CPU, reorder linear weights for oneDNN at start.")
+    pack_weights: bool = Field(
+        default=True, description="On CPU, reorder the linear weights that are not quantised for oneDNN at start."
+    )
 
 
 class EngineConfig(EngineSettings):

@@ -1,15 +1,22 @@
 """What a wrapped model takes beside its own inputs: the step's routing and the slot tensors, in one fixed order."""
 
 from collections.abc import Iterable, Sequence
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kernels import Routing
 from lora_core.layers import lora_layers
-from lora_core.stacks import AdapterTensors, SlotStacks, TensorSpec
+from lora_core.module_weights import AdapterTensors
+from lora_core.slot_write import SlotWrite
+from lora_core.stacks import SlotStacks, TensorSpec
 
 NUM_ROUTING_INPUTS = 3
+
+_ALIGN_BYTES = 64
+"""A cache line, where torch starts its own tensors too."""
 
 
 class LoRAInputs:
@@ -32,6 +39,7 @@ class LoRAInputs:
         self._stacks = stacks
         self._device = device
         self._bound: tuple[Tensor, ...] = ()
+        self._zeros: list[Tensor] = []
         self._model: nn.Module | None = None
 
     def buffers(self) -> list[Tensor]:
@@ -40,7 +48,8 @@ class LoRAInputs:
             return list(self._bound)
         # They are written in and out of inference mode, which a tensor created inside it does not allow.
         with torch.inference_mode(False):
-            return [torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) for spec in self.specs]
+            self._zeros = [_zeros(spec, self._device) for spec in self.specs]
+        return list(self._zeros)
 
     def bind(self, tensors: Sequence[Tensor], residents: Iterable[tuple[int, AdapterTensors]]) -> None:
         """Make these the model's inputs, and write the adapters that have slots into them.
@@ -50,7 +59,10 @@ class LoRAInputs:
         """
         self._check(tensors)
         self._bound = tuple(tensors)
-        self._stacks.bind(self._bound[NUM_ROUTING_INPUTS:])
+        # Zeros need not be cleared, which would make all of them take memory.
+        are_zero = len(self._zeros) == len(tensors) and all(map(_is_untouched, self._zeros, tensors))
+        self._zeros = []
+        self._stacks.bind(self._bound[NUM_ROUTING_INPUTS:], are_zero=are_zero)
         self._bind_layers()
         for slot, adapter in residents:
             self._stacks.write(slot, adapter)
@@ -60,10 +72,22 @@ class LoRAInputs:
         self._model = model
         self._bind_layers()
 
+    def begin_write(self, slot: int, adapter: AdapterTensors) -> SlotWrite:
+        """Start to make the slot hold exactly this adapter; without bound tensors it is done, and `bind` will do it.
+
+        The slot is live in no layer until the write is complete. An abandoned write leaves unknown content, which the
+        next write of the slot covers.
+
+        Raises:
+            ValueError: a tensor of the adapter does not fit its place.
+        """
+        if not self._bound:
+            return SlotWrite((), 0, lambda: None)
+        return self._stacks.begin_write(slot, adapter)
+
     def write(self, slot: int, adapter: AdapterTensors) -> None:
-        """Make the slot hold exactly this adapter; without bound tensors, `bind` will."""
-        if self._bound:
-            self._stacks.write(slot, adapter)
+        """Begin a write and complete it at once."""
+        self.begin_write(slot, adapter).advance(None)
 
     def fill_routing(self, routing: Routing) -> None:
         """Copy a step's routing triple into the bound routing tensors, if there are any."""
@@ -77,9 +101,8 @@ class LoRAInputs:
     def _bind_layers(self) -> None:
         if self._model is None or not self._bound:
             return
-        stacks = self._bound[NUM_ROUTING_INPUTS:]
-        for index, (_, layer) in enumerate(lora_layers(self._model)):
-            layer.bind(stacks[2 * index], stacks[2 * index + 1])
+        for (_, layer), stacks in zip(lora_layers(self._model), self._stacks.bound, strict=True):
+            layer.stacks = stacks
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != len(self.specs):
@@ -92,3 +115,19 @@ class LoRAInputs:
             expected = (spec.shape, spec.dtype, self._device.type)
             if found != expected:
                 raise ValueError(f"LoRA input {spec.name!r} has (shape, dtype, device) {found}, expected {expected}")
+
+
+def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Zeros that take memory on the CPU only where they are written: slots are many, and large with a vocabulary."""
+    if device.type != "cpu":
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    num_bytes = prod(spec.shape) * spec.dtype.itemsize
+    # numpy asks the system for zeroed pages, torch fills them.
+    block = np.zeros(num_bytes + _ALIGN_BYTES, dtype=np.uint8)
+    start = -block.ctypes.data % _ALIGN_BYTES
+    return torch.from_numpy(block[start : start + num_bytes]).view(spec.dtype).view(spec.shape)
+
+
+def _is_untouched(zeros: Tensor, given: Tensor) -> bool:
+    """Whether a tensor is one of the zeros that were handed out, and nobody has written to it since."""
+    return given is zeros and given._version == 0

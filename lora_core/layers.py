@@ -1,11 +1,14 @@
-"""Linear layers that add each row's adapter to their output, put in place of a model's own."""
+"""Layers that add each row's adapter to their output, put in place of a model's own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from kernels import Routing, sgmv
+from kernels import Routing, scale_rows, sgmv, sgmv_embed
+from lora_core.stacks import SiteStacks
 from lora_core.targets import LoRASite
 from lora_core.types import LoRAType
 
@@ -19,24 +22,22 @@ class RoutingContext:
         self.routing: Routing | None = None
 
 
-class LoRALinear(nn.Module):
-    """A linear layer, and the adapters in its slots.
+class LoRALayer(nn.Module):
+    """A layer of the model, and the adapters in its slots.
 
     Semantics, for the routing's groups g of slot s and rows r, and each projection p of the layer:
-        y = base(x);  y[r, slice p] += (x[r] @ A[s, block p].T) @ B[s, slice p].T
-    Without a routing, or with one whose `end` is 0, the output is `base(x)`, bit for bit.
+        y = base(x);  y[r] += gain[s] * (y[r] - bias);  y[r, slice p] += down(x[r], A[s, block p]) @ B[s, slice p].T
+    Without a routing, or where none of its slots is live in this layer, the output is `base(x)`, bit for bit, and
+    nothing else runs. So are base rows in any case, and rows of slots without gain before their pair is added.
 
     The layer has the parameters and buffers of its base, under the base's names.
     """
-
-    a_stack: Tensor | None
-    b_stack: Tensor | None
 
     def __init__(self, base: Callable[[Tensor], Tensor], site: LoRASite, context: RoutingContext) -> None:
         """Wrap `base`.
 
         Args:
-            base: Maps `[T, K]` to a new tensor `[T, OUT]`; an `nn.Linear`, or any callable that does the same.
+            base: Maps the layer's input to a new contiguous tensor `[..., OUT]`.
             site: Which layer this is, and its shapes.
             context: Where the step's routing is found.
 
@@ -56,38 +57,91 @@ class LoRALinear(nn.Module):
         self.site = site
         self.context = context
         self.slices = site.slices
-        self.in_features = site.in_features
-        self.out_features = sum(site.slices)
-        self.a_stack = None
-        self.b_stack = None
-        self._check_base(base)
+        self.stacks: SiteStacks | None = None
+        """The layer's slot tensors, and which slots are live; set before the first routed step."""
 
-    def bind(self, a_stack: Tensor, b_stack: Tensor) -> None:
-        """Use these slot tensors: A `[N, S*R, K]` and B `[N, OUT, R]`, as `lora_core.stacks` lays them out."""
-        self.a_stack = a_stack
-        self.b_stack = b_stack
+    @property
+    def live_slots(self) -> frozenset[int]:
+        """Slots whose adapter changes this layer."""
+        return frozenset() if self.stacks is None else self.stacks.live_slots
+
+    def is_live(self, routing: Routing) -> bool:
+        """Whether the layer adds to any row of this routing."""
+        return not routing.slots.isdisjoint(self.live_slots)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[T, K]`, rows in the routing's order, to `[T, OUT]`."""
+        """Map the layer's input, rows in the routing's order, to `[..., OUT]`."""
         y = self.base(x)
         routing = self.context.routing
         if routing is not None and routing.end > 0:
-            assert self.a_stack is not None, "bind_inputs comes before the first routed step"
-            assert self.b_stack is not None
-            sgmv(x, self.a_stack, self.b_stack, y, routing, self.slices)
+            stacks = self.stacks
+            assert stacks is not None, "bind_inputs comes before the first routed step"
+            live = routing.among(stacks.live_slots)
+            if live is not None:
+                rows = y if y.dim() == 2 else y.view(-1, y.shape[-1])
+                scaled = live.among(stacks.gain_slots)
+                if scaled is not None:
+                    scale_rows(rows, stacks.gain, getattr(self.base, "bias", None), scaled)
+                self._add_pair(x, rows, stacks, live)
         return y
 
     def extra_repr(self) -> str:
         """Shapes, for printing the model."""
-        return f"{self.site.name}, in_features={self.in_features}, slices={self.slices}"
+        return f"{self.site.name}, in_features={self.site.in_features}, slices={self.slices}"
 
-    def _check_base(self, base: object) -> None:
-        found = (getattr(base, "in_features", self.in_features), getattr(base, "out_features", self.out_features))
-        if found != (self.in_features, self.out_features):
+    def _add_pair(self, x: Tensor, y: Tensor, stacks: SiteStacks, routing: Routing) -> None:
+        """Add the adapters' products to y `[T, OUT]`."""
+        raise NotImplementedError
+
+    def _check_base(self, in_name: str, out_name: str) -> None:
+        """Raise ValueError unless the base's sizes, as far as it names them, are the site's."""
+        expected = (self.site.in_features, self.site.out_features)
+        found = (getattr(self.base, in_name, expected[0]), getattr(self.base, out_name, expected[1]))
+        if found != expected:
             raise ValueError(
-                f"{self.site.name} has (in_features, out_features) = {found}, "
-                f"its projections {self.site.target.projections} have {(self.in_features, self.out_features)}"
+                f"{self.site.name} has ({in_name}, {out_name}) = {found}, "
+                f"its projections {self.site.target.projections} have {expected}"
             )
+
+
+class LoRALinear(LoRALayer):
+    """A linear layer and its adapters: `down(x, A) = x @ A.T`.
+
+    The base is an `nn.Linear` or any callable that does the same; a bias it adds must be its attribute `bias`.
+    """
+
+    def __init__(self, base: Callable[[Tensor], Tensor], site: LoRASite, context: RoutingContext) -> None:
+        super().__init__(base, site, context)
+        self.in_features = site.in_features
+        self.out_features = site.out_features
+        self._check_base("in_features", "out_features")
+
+    def _add_pair(self, x: Tensor, y: Tensor, stacks: SiteStacks, routing: Routing) -> None:
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        sgmv(rows, stacks.a, stacks.b, y, routing, self.slices)
+
+
+class LoRAEmbedding(LoRALayer):
+    """A token embedding and its adapters: `down(ids, A) = A[ids]`.
+
+    Where the base multiplies its output by a factor `embed_scale` (Gemma), so is the adapters' product, as in PEFT.
+    """
+
+    def __init__(self, base: Callable[[Tensor], Tensor], site: LoRASite, context: RoutingContext) -> None:
+        super().__init__(base, site, context)
+        self.num_embeddings = site.in_features
+        self.embedding_dim = site.out_features
+        self._check_base("num_embeddings", "embedding_dim")
+
+    def _add_pair(self, x: Tensor, y: Tensor, stacks: SiteStacks, routing: Routing) -> None:
+        ids = x.reshape(-1)
+        scale = getattr(self.base, "embed_scale", None)
+        if scale is None:
+            sgmv_embed(ids, stacks.a, stacks.b, y, routing)
+            return
+        delta = torch.zeros_like(y)
+        sgmv_embed(ids, stacks.a, stacks.b, delta, routing)
+        y[: routing.end].add_(delta[: routing.end] * scale)
 
 
 class LoRAModelWrapper(nn.Module):
@@ -100,71 +154,26 @@ class LoRAModelWrapper(nn.Module):
 
     def forward(self, *args: Any, routing: Routing | None = None, **kwargs: Any) -> Any:
         """Call the model with the step's routing in force; every argument but `routing` is passed on."""
+        with self.routed(routing):
+            return self.model(*args, **kwargs)
+
+    @contextmanager
+    def routed(self, routing: Routing | None) -> Iterator[None]:
+        """Put a routing in force for calls other than `forward`, such as the head's on some of the step's rows."""
         self.context.routing = routing
         try:
-            return self.model(*args, **kwargs)
+            yield
         finally:
             self.context.routing = None
 
 
-def lora_layers(model: nn.Module) -> list[tuple[str, LoRALinear]]:
-    """The LoRA layers with their names in the model: by decoder layer, then in the order of the targets."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
-    return sorted(found, key=lambda item: (item[1].site.layer, item[1].site.order))
+def lora_layers(model: nn.Module) -> list[tuple[str, LoRALayer]]:
+    """The LoRA layers with their names in the model: the embedding, by decoder layer and target, the head."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALayer)]
+    return sorted(found, key=lambda item: item[1].site.index)
 
 
-def lora_parameters(model: nn.Module) -> list[tuple[str, LoRAType, LoRALinear]]:
-    """The slot tensors a model needs, in the order they are bound: that of `lora_layers`, A before B."""
-    return [(name, kind, layer) for name, layer in lora_layers(model) for kind in (LoRAType.A, LoRAType.B)]
-
-
-def wrap_targets(model: nn.Module, sites: Sequence[LoRASite], context: RoutingContext) -> None:
-    """Replace every site's linear layer by a `LoRALinear` around it; the model is changed only if all of them can be.
-
-    Args:
-        model: Has one `nn.ModuleList` named `layers`, its decoder layers.
-        sites: Every target of every decoder layer.
-        context: Where the layers find the step's routing.
-
-    Raises:
-        ValueError: the decoder layers are not found or not as many as declared, a target matches nothing, is not
-            callable, has another shape, or is wrapped already.
-    """
-    layers = _decoder_layers(model)
-    num_layers = len({site.layer for site in sites})
-    if sites and len(layers) != num_layers:
-        raise ValueError(f"the model has {len(layers)} decoder layers, num_layers says {num_layers}")
-    replacements: list[tuple[nn.Module, str, LoRALinear]] = []
-    for site in sites:
-        parent, leaf, base = _find_target(layers[site.layer], site)
-        replacements.append((parent, leaf, LoRALinear(base, site, context)))
-    for parent, leaf, layer in replacements:
-        setattr(parent, leaf, layer)
-
-
-def _decoder_layers(model: nn.Module) -> nn.ModuleList:
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "layers" and isinstance(module, nn.ModuleList)
-    }
-    if len(found) != 1:
-        raise ValueError(
-            f"{type(model).__name__} has {len(found)} module lists named `layers` ({', '.join(found) or 'none'}), "
-            "expected one, with the decoder layers"
-        )
-    return next(iter(found.values()))
-
-
-def _find_target(decoder_layer: nn.Module, site: LoRASite) -> tuple[nn.Module, str, Callable[[Tensor], Tensor]]:
-    """The module that holds the target, the attribute it has there, and the target."""
-    *parents, leaf = site.target.path.split(".")
-    holder: Any = decoder_layer
-    for name in parents:
-        holder = getattr(holder, name, None)
-    base = getattr(holder, leaf, None)
-    if isinstance(base, LoRALinear):
-        raise ValueError(f"LoRA target {site.name} is wrapped already; a model is wrapped once")
-    if not isinstance(holder, nn.Module) or not callable(base):
-        raise ValueError(f"LoRA target {site.target.path!r} matches no callable layer at {site.name}")
-    return holder, leaf, base
+def lora_parameters(model: nn.Module) -> list[tuple[str, LoRAType, LoRALayer]]:
+    """The slot tensors a model needs, in the order they are bound: that of `lora_layers`, and A, B, GAIN in each."""
+    kinds = (LoRAType.A, LoRAType.B, LoRAType.GAIN)
+    return [(name, kind, layer) for name, layer in lora_layers(model) for kind in kinds]

@@ -1,18 +1,26 @@
-"""From a name and a source to a loaded adapter: read and checked once, however many ask for it at a time."""
+"""From a name and a source to a loaded adapter: found and read once, however many ask for it at a time."""
 
+import contextlib
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
+from lora_core.adapter_record import AdapterRecord, FolderStamp
 from lora_core.adapters import AdapterTable
-from lora_core.errors import AdapterNameTaken, InvalidAdapter, InvalidAdapterPath
-from lora_core.model import LoRAModel
-from lora_core.types import LoRAResponse, LoRAStatus
+from lora_core.errors import AdapterNameTaken, AdapterNotFound, InvalidAdapter, InvalidAdapterPath
+from lora_core.types import AdapterRef, LoRAResponse, LoRAStatus
+
+M = TypeVar("M")
 
 logger = logging.getLogger(__name__)
+
+MAX_READS = 4
+"""Adapters read at a time, whose tensors are in host memory beyond `host_memory_bytes` until they are admitted."""
 
 
 class AdapterSource(Protocol):
@@ -23,19 +31,48 @@ class AdapterSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """What a load asks for; loads of one name that ask for the same at the same time are one.
+
+    Attributes:
+        source: Where the adapter is, as the operator gave it.
+        generation: Identity it gets; None: a fresh one, or the one it has.
+        replace: Take the place of the adapter that has the name.
+        content_hash: Refuse other files than those of this hash; None accepts any.
+    """
+
+    source: str
+    generation: int | None = None
+    replace: bool = False
+    content_hash: str | None = None
+
+
 @dataclass
-class _Reading:
+class _Loading:
     """A load in progress; `response` is set when it ends."""
 
-    folder: Path
+    request: LoadRequest
+    folder: Path | None = None
+    stamp: FolderStamp = field(default_factory=lambda: FolderStamp((), False))
     response: LoRAResponse | None = None
 
+    def still_holds(self) -> bool:
+        """Whether the files are as this load found them, so that its answer is that of a load begun now."""
+        if self.folder is None:
+            return not os.path.isdir(self.request.source)
+        return FolderStamp.of(self.folder).files == self.stamp.files
 
-class AdapterLoader:
-    """Loads adapters into a table. Thread-safe; files are read with no lock held."""
+
+class AdapterLoader(Generic[M]):
+    """Loads adapters into a table. Thread-safe; files are found and read with no lock held."""
 
     def __init__(
-        self, table: AdapterTable[LoRAModel], source: AdapterSource, read: Callable[[str, Path], LoRAModel]
+        self,
+        table: AdapterTable[M],
+        source: AdapterSource,
+        read: Callable[[str, Path], tuple[AdapterRecord, M]],
+        host_memory_bytes: int,
     ) -> None:
         """Load into `table`.
 
@@ -43,68 +80,129 @@ class AdapterLoader:
             table: Where loaded adapters go.
             source: Finds an adapter's folder.
             read: Reads and checks the adapter of a name in a folder; raises InvalidAdapterPath or InvalidAdapter.
+            host_memory_bytes: What the tensors of one adapter may take at most.
         """
         self._table = table
         self._source = source
         self._read = read
+        self._host_memory_bytes = host_memory_bytes
         self._ended = threading.Condition()
-        self._readings: dict[str, _Reading] = {}
+        self._in_progress: dict[str, _Loading] = {}
+        self._reads = threading.BoundedSemaphore(MAX_READS)
 
-    def load(self, name: str, source: str, generation: int | None) -> LoRAResponse:
+    def load(self, name: str, request: LoadRequest) -> LoRAResponse:
         """Load one adapter; see `LoRAManagerV3.load_adapter`. Never raises."""
-        try:
-            return self._load(name, self._source.resolve(source), generation)
-        except Exception as error:
-            return _failure(name, source, error)
-
-    def _load(self, name: str, folder: Path, generation: int | None) -> LoRAResponse:
-        reading = _Reading(folder)
-        while (other := self._begin(name, reading)) is not reading:
+        loading = _Loading(request)
+        while (other := self._begin(name, loading)) is not loading:
             response = self._wait(other)
-            if other.folder == folder:
+            if other.request == request and other.still_holds():
                 return response
         try:
-            reading.response = self._read_into_table(name, folder, generation)
+            while loading.response is None:
+                # Unloaded by another thread just when this load found it: then it is to be loaded after all.
+                with contextlib.suppress(AdapterNotFound):
+                    loading.response = self._load(name, loading)
         except Exception as error:
-            reading.response = _failure(name, str(folder), error)
+            loading.response = _failure(name, request.source, error)
         finally:
-            self._end(name, reading)
-        return reading.response
+            self._end(name, loading)
+        return loading.response
 
-    def _begin(self, name: str, reading: _Reading) -> _Reading:
-        """The load in progress for this name: `reading` itself if there was none."""
+    def _begin(self, name: str, loading: _Loading) -> _Loading:
+        """The load in progress for this name: `loading` itself if there was none."""
         with self._ended:
-            return self._readings.setdefault(name, reading)
+            return self._in_progress.setdefault(name, loading)
 
-    def _wait(self, other: _Reading) -> LoRAResponse:
+    def _wait(self, other: _Loading) -> LoRAResponse:
         with self._ended:
             while other.response is None:
                 self._ended.wait()
             return other.response
 
-    def _end(self, name: str, reading: _Reading) -> None:
+    def _end(self, name: str, loading: _Loading) -> None:
         with self._ended:
-            del self._readings[name]
-            if reading.response is None:  # the reading thread is being stopped; those who wait must not hang
+            del self._in_progress[name]
+            if loading.response is None:  # the loading thread is being stopped; those who wait must not hang
                 message = f"LoRA adapter {name!r} was not loaded: its load was interrupted"
-                reading.response = LoRAResponse(LoRAStatus.LOAD_ERROR, message)
+                loading.response = LoRAResponse(LoRAStatus.LOAD_ERROR, message)
             self._ended.notify_all()
 
-    def _read_into_table(self, name: str, folder: Path, generation: int | None) -> LoRAResponse:
+    def _load(self, name: str, loading: _Loading) -> LoRAResponse:
+        request = loading.request
+        started = time.perf_counter()
+        folder = loading.folder = self._source.resolve(request.source)
+        find_s = time.perf_counter() - started
+        stamp = loading.stamp = FolderStamp.of(folder)
+        twin = None if request.content_hash is None else self._table.in_memory(folder, request.content_hash)
+        if twin is not None:
+            # As when what was loaded from there and checked under another name takes its place: it is what is meant,
+            # whatever the folder holds by now.
+            return self._admit(name, *twin, request)
         held = self._table.find(name)
-        if held is None:
-            self._table.add(name, self._read(name, folder), generation)
-            return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} loaded successfully")
-        _, model = held
-        if model.path != folder:
-            raise _taken(name, model.path, f"load {folder} under another name")
-        if self._read(name, folder).content_hash != model.content_hash:
-            raise _taken(name, model.path, "whose files have changed since")
-        return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} is already loaded")
+        if held is not None:
+            ref, record = held
+            if record.path != folder and not request.replace:
+                raise _taken(name, record.path, f"load {folder} under another name")
+            if record.path == folder and record.stamp.proves_unchanged(stamp):
+                self._table.refresh(ref, record, None)
+                return self._keep(name, ref, record, request)
+        with self._reads:
+            record, tensors = self._read(name, folder)
+            record = replace(record, phases_s={"find": find_s, **record.phases_s})
+            return self._admit(name, record, tensors, request)
+
+    def _admit(self, name: str, record: AdapterRecord, tensors: M, request: LoadRequest) -> LoRAResponse:
+        _check_content(record, request)
+        held = self._table.find(name)
+        if held is not None and held[1].content_hash == record.content_hash:
+            ref, first = held
+            # The report stays that of the load that made the adapter what it is.
+            first = replace(first, path=record.path, stamp=record.stamp)
+            self._table.refresh(ref, first, tensors)
+            return self._keep(name, ref, first, request)
+        if held is not None and not request.replace:
+            raise _taken(name, held[1].path, "whose files have changed since")
+        if record.num_bytes > self._host_memory_bytes:
+            raise InvalidAdapter(
+                f"its tensors take {record.num_bytes} bytes of host memory, and there are {self._host_memory_bytes} "
+                "for all adapters; raise lora_config.host_memory_bytes"
+            )
+        ref = self._table.add(name, record, tensors, request.generation, replace=request.replace)
+        return _success(ref, record, "")
+
+    def _keep(self, name: str, ref: AdapterRef, record: AdapterRecord, request: LoadRequest) -> LoRAResponse:
+        """Answer a load of what is loaded already.
+
+        A generation that differs from the adapter's becomes its identity, as whoever gave it will speak of the adapter
+        by it; requests in progress finish under the old one.
+        """
+        _check_content(record, request)
+        if request.generation in (None, ref.generation):
+            return _success(ref, record, "it was loaded already, and nothing changed")
+        old, ref = ref, self._table.renumber(name, request.generation)
+        return _success(ref, record, f"it was loaded already, and changed from generation {old.generation}")
+
+
+def _check_content(record: AdapterRecord, request: LoadRequest) -> None:
+    if request.content_hash not in (None, record.content_hash):
+        raise InvalidAdapter(
+            f"the files of {record.path} have content hash {record.content_hash[:12]}..., expected "
+            f"{request.content_hash[:12]}...; bring the expected files there, or ask for the hash that they have"
+        )
+
+
+def _success(ref: AdapterRef, record: AdapterRecord, note: str) -> LoRAResponse:
+    report = record.report(ref.generation)
+    if report.is_noop:
+        note = "; ".join(filter(None, [note, "it is a no-op: no module's output differs from the base model's"]))
+    message = f"LoRA adapter {ref.name!r} loaded successfully" + (f"; {note}" if note else "")
+    return LoRAResponse(LoRAStatus.SUCCESS, message, report)
 
 
 def _taken(name: str, folder: Path, rest: str) -> AdapterNameTaken:
-    return AdapterNameTaken(f"LoRA adapter {name!r} is already loaded from {folder}; unload it first, or {rest}")
+    return AdapterNameTaken(
+        f"LoRA adapter {name!r} is already loaded from {folder}; unload it first, load with replace, or {rest}"
+    )
 
 
 def _failure(name: str, source: str, error: Exception) -> LoRAResponse:

@@ -1,5 +1,6 @@
 """The adapters of one engine: loaded, given slots, written into the model's layers, and routed to."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,18 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from kernels import Routing, build_routing
-from lora_core.adapters import AdapterTable
+from lora_core.adapter_record import AdapterRecord, FolderStamp
+from lora_core.adapters import AdapterTable, PinRefused, Readiness
+from lora_core.base_modules import ModelBaseModules
 from lora_core.config import LoRAConfig
 from lora_core.errors import AdapterNotFound, InvalidAdapter, LoRADisabled
 from lora_core.inputs import LoRAInputs
-from lora_core.layers import LoRAModelWrapper, RoutingContext, wrap_targets
-from lora_core.loader import AdapterLoader
+from lora_core.layers import LoRAModelWrapper, RoutingContext
+from lora_core.loader import AdapterLoader, LoadRequest
 from lora_core.model import LoRAModel
 from lora_core.routing import RoutedRequest, routing_triple
 from lora_core.stacks import SlotStacks, TensorSpec
+from lora_core.staging import Staging
 from lora_core.store import AdapterStore
 from lora_core.targets import LoRATargetModule, lora_sites, stack_weights
-from lora_core.types import AdapterRef, LoRAResponse, LoRAStatus
+from lora_core.types import AdapterRef, AdapterStatus, LoRAResponse, LoRAStatus
+from lora_core.wrapping import wrap_targets
 
 R = TypeVar("R", bound=RoutedRequest)
 
@@ -30,11 +35,18 @@ _LORA_IS_OFF = "this server runs with enable_lora: false; set it to true to serv
 class LoRAManagerV3:
     """Loads adapters, gives them slots, and routes each row of a batch to the slot of its request's adapter.
 
-    An adapter's identity is its generation (`AdapterRef`): a name that is unloaded and loaded again has a new one, and
-    requests that acquired the old one keep its weights until they release it.
+    An adapter's identity is its generation (`AdapterRef`): a name that is unloaded, replaced or loaded again has a new
+    one, and requests that acquired the old one keep its weights until they release it.
 
-    Threads: any thread may load, unload, acquire, release and ask. What touches the model's tensors
-    (`activate_adapter`, `bind_inputs`, `get_lora_graph_inputs`, `wrap`) belongs to the thread that runs the model.
+    A loaded adapter's tensors are in a slot, in host memory (at most `config.host_memory_bytes` for all of them), or in
+    its folder, from where they are read again when a request needs them.
+
+    Threads: any thread may load, unload, pin, acquire, release and ask. What touches the model's tensors (`prepare`,
+    `advance`, `activate_adapter`, `bind_inputs`, `get_lora_graph_inputs`, `wrap`) belongs to the thread that runs the
+    model.
+
+    Attributes:
+        num_file_reads: How often an adapter's files were read, the first time and again.
     """
 
     def __init__(
@@ -86,27 +98,45 @@ class LoRAManagerV3:
         self._num_layers = num_layers
         self._sites = lora_sites(self.targets, projections, num_layers) if config.enable_lora else ()
         self._projections = {p: projections[p] for site in self._sites for p in site.target.projections}
-        self._table: AdapterTable[LoRAModel] = AdapterTable(self.num_slots)
-        self._loader = AdapterLoader(self._table, AdapterStore(config.allow_remote), self._read_adapter)
+        self.num_file_reads = 0
+        self._count_lock = threading.Lock()
+        self._table: AdapterTable[LoRAModel] = AdapterTable(self.num_slots, config.host_memory_bytes)
+        # Files are at most twice as large as the tensors they become: fp32 for a base of 16 bits.
+        store = AdapterStore(config.allow_remote, max_bytes=2 * config.host_memory_bytes)
+        self._loader = AdapterLoader(self._table, store, self._read_adapter, config.host_memory_bytes)
         # On CPU the kernels take fp32 stacks whatever the base's data type.
         stack_dtype = torch.float32 if self.device.type == "cpu" else self.base_dtype
         stacks = SlotStacks(self._sites, self.num_slots, config.max_lora_rank, stack_dtype)
         self._inputs = LoRAInputs(stacks, self.max_groups, self.device)
+        self._base: ModelBaseModules | None = None
+        self._staging = Staging(self._table, self._read_adapter, self._inputs.begin_write)
 
-    def load_adapter(self, spec: str, *, generation: int | None = None) -> LoRAResponse:
-        """Read, check and admit an adapter; it gets a slot when it is activated.
+    def load_adapter(
+        self,
+        spec: str,
+        *,
+        generation: int | None = None,
+        replace: bool = False,
+        content_hash: str | None = None,
+    ) -> LoRAResponse:
+        """Read, check and admit an adapter; it gets a slot when a request needs one.
 
-        The same name with the same folder and content is a success that changes nothing. Concurrent loads of one name
-        read its files once.
+        The same name with the same folder and content is a success that changes nothing, except that a `generation`
+        which differs from the adapter's becomes its identity: new requests get it, those in progress end under the old
+        one. Concurrent loads of one name that ask for the same find and read its files once.
 
         Args:
             spec: `name=path`, or `path` alone as both; a path is a local folder or, where the operator allows it, a
                 Hugging Face repo id, with `@revision` if wanted.
             generation: Identity of this load; unset: a fresh one. Neither is ever given twice.
+            replace: Take the place of the adapter that has the name, if there is one. It serves until the new one is
+                read and checked, and goes on if that fails; its requests in progress finish with its weights within
+                `drain_timeout_s`. A pin passes on.
+            content_hash: Refuse files of another hash; unset accepts any.
 
         Returns:
-            SUCCESS, or why not: LOAD_NAME_EXISTS (other folder or content), LOAD_INVALID_PATH, LOAD_INVALID_ADAPTER, or
-            LOAD_ERROR for everything else. Never raises.
+            SUCCESS with a report, or why not: LOAD_NAME_EXISTS (other folder or content, and not `replace`),
+            LOAD_INVALID_PATH, LOAD_INVALID_ADAPTER, or LOAD_ERROR for everything else. Never raises.
         """
         name, has_path, path = spec.partition("=")
         if not has_path:
@@ -118,10 +148,13 @@ class LoRAManagerV3:
                 LoRAStatus.LOAD_INVALID_PATH,
                 f"{spec!r} names no adapter; expected `name=path`, or `path` alone as both",
             )
-        return self._loader.load(name, path, generation)
+        request = LoadRequest(source=path, generation=generation, replace=replace, content_hash=content_hash)
+        return self._loader.load(name, request)
 
     def unload_adapter(self, name: str) -> LoRAResponse:
-        """Admit no more requests for `name`; its slot and memory are freed when the last request releases it.
+        """Admit no more requests for `name`, now; its slot and memory are freed when the last request releases it.
+
+        The engine ends the requests that have not ended `drain_timeout_s` later. A pin ends with it.
 
         Returns:
             SUCCESS, UNLOAD_NAME_NONEXISTENT, or UNLOAD_ERROR with LoRA off. Never raises.
@@ -135,10 +168,43 @@ class LoRAManagerV3:
         rest = f"; {num_users} request(s) in progress will finish with it" if num_users else ""
         return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} unloaded successfully{rest}")
 
+    def pin_adapter(self, name: str) -> LoRAResponse:
+        """Give an adapter the next slot that can be had, and keep it there until `unpin_adapter` or its unload.
+
+        Returns:
+            SUCCESS, also for an adapter that is pinned already; PIN_NAME_NONEXISTENT; or PIN_ERROR, with LoRA off or
+            with no slot left for adapters that are not pinned. Never raises.
+        """
+        return self._change_pin(name, "pinned", self._table.pin_name)
+
+    def unpin_adapter(self, name: str) -> LoRAResponse:
+        """End a pin; the adapter keeps its slot until another needs it. Answers as `pin_adapter` does."""
+        return self._change_pin(name, "unpinned", self._table.unpin_name)
+
+    def _change_pin(self, name: str, done: str, change: Callable[[str], bool]) -> LoRAResponse:
+        if not self.config.enable_lora:
+            return LoRAResponse(LoRAStatus.PIN_ERROR, f"LoRA adapter {name!r} was not {done}: {_LORA_IS_OFF}")
+        try:
+            is_changed = change(name)
+        except AdapterNotFound as error:
+            return LoRAResponse(LoRAStatus.PIN_NAME_NONEXISTENT, str(error))
+        except PinRefused as error:
+            return LoRAResponse(LoRAStatus.PIN_ERROR, f"LoRA adapter {name!r} was not {done}: {error}")
+        rest = "" if is_changed else "; it was so already, and nothing changed"
+        return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} {done} successfully{rest}")
+
+    def status(self, name: str) -> AdapterStatus:
+        """How an adapter that admits requests is held. Raises AdapterNotFound."""
+        return self._table.status(name)
+
+    def statuses(self) -> list[AdapterStatus]:
+        """How all adapters that admit requests are held, in load order."""
+        return self._table.statuses()
+
     @property
-    def loras(self) -> dict[str, LoRAModel]:
-        """The adapters that admit requests, by name; a copy."""
-        return self._table.models()
+    def loras(self) -> dict[str, AdapterRecord]:
+        """What describes the adapters that admit requests, by name; a copy."""
+        return self._table.records()
 
     def is_lora(self, name: str) -> bool:
         """Whether `name` admits requests."""
@@ -173,6 +239,10 @@ class LoRAManagerV3:
         """End one `acquire`. Raises KeyError if there is none."""
         self._table.release(ref)
 
+    def num_users(self, ref: AdapterRef) -> int:
+        """Calls of `acquire` that `release` has not ended."""
+        return self._table.num_users(ref)
+
     def pin(self, ref: AdapterRef) -> None:
         """Keep the adapter in its slot until `unpin`; pins are counted. Raises KeyError if it has no slot."""
         self._table.pin(ref)
@@ -181,34 +251,84 @@ class LoRAManagerV3:
         """End one `pin`. Raises KeyError if there is none."""
         self._table.unpin(ref)
 
+    def num_pins(self, ref: AdapterRef) -> int:
+        """Calls of `pin` that `unpin` has not ended."""
+        return self._table.num_pins(ref)
+
+    def is_pinned(self, ref: AdapterRef) -> bool:
+        """Whether `pin_adapter` holds for it."""
+        return self._table.is_pinned(ref)
+
+    def retired(self) -> list[AdapterRef]:
+        """Generations that were unloaded or replaced, and have users yet."""
+        return self._table.retired()
+
     def slot_of(self, ref: AdapterRef) -> int | None:
-        """The adapter's slot, or None."""
+        """The adapter's slot, or None while it has none that is written."""
         return self._table.slot_of(ref)
 
     def can_activate(self, ref: AdapterRef) -> bool:
-        """Whether `activate_adapter` would find a slot now: its own, a free one, or one that is not pinned."""
+        """Whether a slot could be had now: the adapter's own, a free one, or one that is not in use."""
         return self._table.can_activate(ref)
+
+    def wants_slot(self, ref: AdapterRef) -> bool:
+        """Whether a slot is all that the adapter lacks: its tensors are in memory."""
+        return self._table.wants_slot(ref)
+
+    def prepare(self, ref: AdapterRef, *, take_slot: bool = True) -> Readiness:
+        """Bring an adapter nearer to a slot for a request that waits for it, without waiting for anything.
+
+        Tensors that are not in memory are read by other threads, a few adapters ahead, in the order of asking. An
+        adapter whose tensors are in memory gets a slot, if `take_slot` and one can be had, and as much of it is written
+        as the step's time allows (see `advance`). The slot is kept for it until a request pins it, or no user is left.
+
+        Raises:
+            KeyError: the generation is not loaded.
+            AdapterLost: its files were needed, and are gone or changed. Told once; the next call tries anew.
+        """
+        return self._staging.prepare(ref, take_slot=take_slot)
+
+    def advance(self, budget_s: float | None) -> None:
+        """Begin a step: write slots on, and bring pinned adapters nearer to theirs.
+
+        Args:
+            budget_s: Seconds the step may spend on writing slots, `prepare` included; None: as long as it takes.
+        """
+        self._staging.advance(budget_s)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a slot is being written."""
+        return self._staging.is_writing
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `advance` has something to do: a slot is being written, or a pinned adapter is on its way to one."""
+        return self._staging.is_busy
+
+    @property
+    def num_slot_writes(self) -> int:
+        """Slots written since the start, one for each assignment."""
+        return self._staging.num_slot_writes
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when files that are read for a request have been read, or after the timeout; holds no lock."""
+        self._staging.wait(timeout_s)
 
     def activate_adapter(self, name_or_ref: str | AdapterRef) -> int:
         """Give an adapter a slot and write its weights there, or refresh the recency of the slot it has.
 
-        The least recently used adapter that is not pinned makes room.
+        The least recently used adapter that is not in use makes room. What it takes to read and write is done at once.
 
         Returns:
             The slot.
 
         Raises:
             KeyError: no such adapter is loaded.
-            NoFreeSlot: all slots are pinned.
+            NoFreeSlot: all slots are in use or pinned.
+            AdapterLost: its tensors were not in memory, and its files are gone or changed.
         """
-        put = self._table.activate(name_or_ref)
-        if put.is_new:
-            try:
-                self._inputs.write(put.slot, put.model)
-            except BaseException:
-                self._table.deactivate(put.ref)
-                raise
-        return put.slot
+        return self._staging.activate(name_or_ref)
 
     def sort_lora_batch(self, batch: Sequence[R]) -> list[R]:
         """Order a batch for routing: highest slot first, base requests last, otherwise as they came.
@@ -271,6 +391,7 @@ class LoRAManagerV3:
         context = RoutingContext()
         wrap_targets(model, self._sites, context)
         self._inputs.bind_model(model)
+        self._base = ModelBaseModules(model)
         return LoRAModelWrapper(model, context)
 
     def lora_weight_adapter(
@@ -308,15 +429,21 @@ class LoRAManagerV3:
 
         Raises:
             ValueError: their number, or the shape, data type or device of one, is not that of `symbolic_inputs`.
+            AdapterLost: an adapter in a slot is not in memory, and its files are gone or changed.
         """
-        residents = self._table.residents()
-        self._inputs.bind(tensors, [(slot, model) for slot, (_, model) in residents.items()])
+        self._staging.rewrite(lambda residents: self._inputs.bind(tensors, residents))
 
     def check(self) -> None:
-        """Assert what must hold between any two calls."""
-        self._table.check()
+        """Assert what must hold between any two calls: of users, pins, slots, writes in progress and host memory.
 
-    def _read_adapter(self, name: str, folder: Path) -> LoRAModel:
+        Called by the thread that runs the model.
+        """
+        self._staging.check()
+
+    def _read_adapter(self, name: str, folder: Path) -> tuple[AdapterRecord, LoRAModel]:
+        with self._count_lock:
+            self.num_file_reads += 1
+        stamp = FolderStamp.of(folder)
         model = LoRAModel(
             name,
             str(folder),
@@ -327,6 +454,8 @@ class LoRAManagerV3:
             self.head_dim,
             projections=self._projections,
             num_layers=self._num_layers,
+            base=self._base,
+            pin_memory=self.device.type == "cuda",
         )
         served = {module for site in self._sites for module in site.modules}
         if unserved := sorted(model.ranks.keys() - served):
@@ -334,7 +463,17 @@ class LoRAManagerV3:
                 f"it changes modules that this server does not adapt: {', '.join(unserved)}; "
                 f"adapted in each layer: {', '.join(path for target in self.targets for path in target.siblings())}"
             )
-        return model
+        record = AdapterRecord(
+            path=folder,
+            stamp=stamp,
+            content_hash=model.content_hash,
+            num_bytes=model.num_bytes,
+            rank=model.rank,
+            ranks=dict(model.ranks),
+            noop_modules=model.noop_modules,
+            phases_s=dict(model.phases_s),
+        )
+        return record, model
 
     def _check_offsets(self, batch: Sequence[RoutedRequest], row_offsets: Sequence[int]) -> int:
         if len(row_offsets) != len(batch) + 1 or row_offsets[0] != 0:
@@ -349,6 +488,6 @@ class LoRAManagerV3:
 
     def _slot_ranks(self) -> list[int]:
         ranks = [0] * self.num_slots
-        for slot, (_, model) in self._table.residents().items():
-            ranks[slot] = model.rank
+        for slot, (_, record) in self._table.residents().items():
+            ranks[slot] = record.rank
         return ranks

@@ -1,29 +1,35 @@
-"""One adapter in host memory: a PEFT folder turned into checked, scaled, padded tensors."""
+"""One adapter in host memory: a PEFT folder turned into checked, scaled tensors, padded to its own largest rank."""
 
-import hashlib
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lora_core.adapter_layout import BaseShapes, ModulePlan, plan_modules
+from lora_core.adapter_layout import AdapterPlan, BaseShapes, plan_modules
+from lora_core.adapter_tensors import TensorLoader, take_modules
 from lora_core.adapter_weights import AdapterWeights
-from lora_core.errors import InvalidAdapter
+from lora_core.lap_clock import LapClock
+from lora_core.module_loader import load_modules
+from lora_core.module_patterns import invalid_config
+from lora_core.module_weights import BaseModules, ModuleWeights
 from lora_core.peft_config import PeftConfig, read_peft_config
+from lora_core.single_thread import single_threaded
+from lora_core.tensor_keys import EMBEDDING_MODULE, HEAD_MODULE
 from lora_core.types import LoRAType
 
 
 class LoRAModel:
     """A PEFT adapter, ready to be copied into a slot.
 
-    Semantics, for every adapted module m with the rank r and scale c that PEFT gives it:
-        lora_A[m + ".lora_A.weight"][:r] = A            (rows past r are zero)
-        lora_B[m + ".lora_B.weight"][:, :r] = c * B     (columns past r are zero; multiplied in fp32, rounded once)
-    so that `lora_B @ lora_A` is PEFT's delta weight of m. Modules are named `layers.<n>.<path>`, e.g.
-    `layers.0.self_attn.q_proj`. All tensors are private copies in the base dtype: nothing refers to the folder.
+    Semantics, for every adapted module m with base weight W, and with the rank r, scale c and, with DoRA, the
+    magnitudes v that the adapter gives it:
+        g = v / ||W + c * B @ A||, row by row      (1 without DoRA)
+        module(m) = (A, g * c * B, g - 1)          (multiplied in fp32, rounded once; padded with zeros past r)
+    so that PEFT's output of m is `g * base(x) + module(m).b @ module(m).a @ x`, the base's bias kept out of the factor.
+    Modules are named `layers.<n>.<path>`, e.g. `layers.0.self_attn.q_proj`, `embed_tokens` and `lm_head`. All tensors
+    are private copies in one piece of memory: nothing refers to the folder.
 
     An adapter whose files hold tensors of modules that its config does not target, or excludes, is refused: PEFT drops
     them with a warning.
@@ -31,16 +37,20 @@ class LoRAModel:
     Attributes:
         name: The adapter's name.
         path: The folder it was read from.
-        dtype: Data type of the tensors.
-        rank: Largest true rank of its modules.
+        dtype: Data type of A and B.
+        rank: Largest true rank of its modules, which all are padded to.
         ranks: True rank by module.
         target_modules: Projections it changes, sorted, e.g. `("k_proj", "q_proj")`.
         adapter_config: Its `adapter_config.json` as parsed.
-        lora_A: `[max_lora_rank, in_features]` by key.
-        lora_B: `[out_features, max_lora_rank]` by key.
+        has_gain: It is a DoRA adapter.
+        lora_A: `[max_lora_rank, in_features]` by key, e.g. `layers.0.self_attn.q_proj.lora_A.weight`; made when asked.
+        lora_B: `[out_features, max_lora_rank]` by key; made when asked.
         lora_bias: Empty: biases are refused.
-        content_hash: SHA-256, in hex, of the config's and the weight files' bytes.
+        content_hash: BLAKE3, in hex, of the config's bytes and of every tensor's name, dtype, shape and bytes, however
+            they are spread over files.
         num_bytes: Host memory the tensors take.
+        noop_modules: Modules whose output on a fixed input is the base's; without a base, those whose delta is zero.
+        phases_s: Seconds of work on "read" (hashing included), "check", "convert" and "canary", added up over threads.
     """
 
     def __init__(
@@ -56,7 +66,8 @@ class LoRAModel:
         *,
         projections: Mapping[str, tuple[int, int]],
         num_layers: int,
-        embeddings: Mapping[str, tuple[int, int]] | None = None,
+        base: BaseModules | None = None,
+        pin_memory: bool = False,
     ) -> None:
         """Read, check and convert the adapter.
 
@@ -64,14 +75,17 @@ class LoRAModel:
             name: What requests call it.
             path: Folder with `adapter_config.json` and safetensors files.
             base_dtype: Data type of the base weights; float8 bases get bfloat16 adapters.
-            max_lora_rank: Rank R that tensors are padded to; a larger true rank is refused.
+            max_lora_rank: Largest true rank accepted.
             n_heads: Query heads of the base model.
             n_kv_heads: Key and value heads of the base model.
             head_dim: Width of one head.
             strict: Refuse tensors of modules the server does not adapt; False leaves those out.
-            projections: `(out_features, in_features)` by PEFT projection name.
+            projections: `(out_features, in_features)` by PEFT projection name, of all that adapters may change:
+                `embed_tokens` is `(hidden, vocabulary)`, `lm_head` `(vocabulary, hidden)`.
             num_layers: Decoder layers of the base model.
-            embeddings: Shapes of `embed_tokens` and `lm_head`, which copies in the adapter must have.
+            base: The base model's layers. Without them DoRA is refused, copies of base weights are told by their
+                shapes alone, and only a delta of zero is known to change nothing.
+            pin_memory: Page-lock the tensors, for copies to a GPU.
 
         Raises:
             InvalidAdapterPath: no adapter folder can be read at the path.
@@ -82,61 +96,97 @@ class LoRAModel:
         self.name = name
         self.path = Path(path)
         self.dtype = _adapter_dtype(base_dtype)
-        self.lora_A: dict[str, Tensor] = {}
-        self.lora_B: dict[str, Tensor] = {}
         self.lora_bias: dict[str, Tensor] = {}
-        self._max_lora_rank = max_lora_rank
-        self._strict = strict
 
+        clock = LapClock("check")
         config = read_peft_config(self.path)
-        plans = self._load(config, BaseShapes(projections, num_layers, embeddings or {}))
+        if config.use_dora and base is None:
+            raise invalid_config("use_dora is true, which needs the base model's weights, and none were given")
+        shapes = BaseShapes(projections, num_layers, knows_weights=base is not None)
+        # Tensors made in inference mode could not be written to by the threads that fill them.
+        with AdapterWeights(self.path) as weights, torch.inference_mode(False), torch.no_grad(), single_threaded():
+            # Everything that keys and shapes can tell is checked before any tensor is read.
+            plan = plan_modules(weights.tensors, config, shapes, max_lora_rank, strict=strict)
+            clock.lap("check")
+            self._load(weights, config, plan, base, pin_memory)
+        self.phases_s["check"] += clock.phases_s["check"]
 
         self.adapter_config: dict[str, Any] = config.raw
-        self.ranks = {plan.module: plan.rank for plan in plans}
+        self.has_gain = config.use_dora
+        self.ranks = {module.module: module.rank for module in plan.modules}
         self.rank = max(self.ranks.values())
-        self.target_modules = tuple(sorted({plan.projection for plan in plans}))
-        self.num_bytes = sum(tensor.nbytes for tensor in (*self.lora_A.values(), *self.lora_B.values()))
+        self.target_modules = tuple(sorted({module.projection for module in plan.modules}))
+        self.lora_A: Mapping[str, Tensor] = _PaddedTensors(self._modules, LoRAType.A, max_lora_rank)
+        self.lora_B: Mapping[str, Tensor] = _PaddedTensors(self._modules, LoRAType.B, max_lora_rank)
+
+    def module(self, name: str) -> ModuleWeights | None:
+        """The tensors of a module such as `layers.0.self_attn.q_proj`; None if the adapter does not change it."""
+        return self._modules.get(name)
 
     def get(self, key: str) -> Tensor | None:
-        """The tensor at a key such as `layers.0.self_attn.q_proj.lora_A.weight`; None if the adapter has none."""
+        """The tensor at a key such as `layers.0.self_attn.q_proj.lora_A.weight`, padded to `max_lora_rank`; or None."""
         return self.lora_A.get(key, self.lora_B.get(key))
 
-    def _load(self, config: PeftConfig, base: BaseShapes) -> list[ModulePlan]:
-        digest = hashlib.sha256(config.content)
-        with AdapterWeights(self.path) as weights:
-            # Everything that keys and shapes can tell is checked before any tensor is read.
-            plans = plan_modules(weights.tensors, config, base, self._max_lora_rank, strict=self._strict)
-            tensors = weights.read({key for plan in plans for key in (plan.a_key, plan.b_key)}, digest.update)
-        self.content_hash = digest.hexdigest()
-        for plan in plans:
-            self._add(plan, tensors.pop(plan.a_key), tensors.pop(plan.b_key))
-        return plans
-
-    def _add(self, plan: ModulePlan, a: Tensor, b: Tensor) -> None:
-        for key, tensor in ((plan.a_key, a), (plan.b_key, b)):
-            if not _is_finite(tensor):
-                raise InvalidAdapter(f"{key}: {_count_non_finite(tensor)} NaN or infinite values, expected none")
-        padded_a = torch.zeros(self._max_lora_rank, a.shape[1], dtype=self.dtype)
-        padded_a[: plan.rank].copy_(a)
-        padded_b = torch.zeros(b.shape[0], self._max_lora_rank, dtype=self.dtype)
-        padded_b[:, : plan.rank].copy_(b.float() * plan.scale)
-        for key, tensor in ((plan.a_key, padded_a), (plan.b_key, padded_b)):
-            if not _is_finite(tensor):
-                raise InvalidAdapter(
-                    f"{key}: {_count_non_finite(tensor)} values overflow {self.dtype} at scale {plan.scale:g}; "
-                    "serve the base model in a wider dtype"
-                )
-        self.lora_A[f"{plan.module}.{LoRAType.A.value}.weight"] = padded_a
-        self.lora_B[f"{plan.module}.{LoRAType.B.value}.weight"] = padded_b
+    def _load(
+        self, weights: AdapterWeights, config: PeftConfig, plan: AdapterPlan, base: BaseModules | None, pin_memory: bool
+    ) -> None:
+        arena, self._modules = take_modules(plan.modules, self.dtype, pin_memory=pin_memory)
+        self.num_bytes = arena.num_bytes
+        loaded = load_modules(weights, plan.modules, self._modules, base)
+        self.noop_modules = loaded.noop_modules
+        loader = TensorLoader(weights, base)
+        for key, name in plan.copies.items():
+            loader.check_copy(key, name, self.dtype)
+        if config.ensure_weight_tying:
+            _check_tying(plan, loader, base)
+        loader.clock.lap("check")
+        self.content_hash = weights.content_hash(config.content)
+        loader.clock.lap("read")
+        self.phases_s = {phase: spent + loaded.phases_s[phase] for phase, spent in loader.clock.phases_s.items()}
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    # A sum is finite only if all its terms are, and costs a fraction of looking at each.
-    return math.isfinite(tensor.sum(dtype=torch.float32).item()) or bool(torch.isfinite(tensor).all())
+class _PaddedTensors(Mapping[str, Tensor]):
+    """One kind of tensor of all modules, in the shapes of PEFT's files, padded to a server's largest rank."""
+
+    def __init__(self, modules: Mapping[str, ModuleWeights], kind: LoRAType, rank: int) -> None:
+        self._modules = {f"{name}.{kind.value}.weight": (name, tensors) for name, tensors in modules.items()}
+        self._kind = kind
+        self._rank = rank
+
+    def __getitem__(self, key: str) -> Tensor:
+        name, tensors = self._modules[key]
+        rank = tensors.b.shape[1]
+        if self._kind is LoRAType.B:
+            padded = tensors.b.new_zeros(tensors.b.shape[0], self._rank)
+            padded[:, :rank] = tensors.b
+            return padded
+        a = tensors.a.T if name == EMBEDDING_MODULE else tensors.a
+        padded = a.new_zeros(self._rank, a.shape[1])
+        padded[:rank] = a
+        return padded
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
 
 
-def _count_non_finite(tensor: Tensor) -> int:
-    return int((~torch.isfinite(tensor)).sum())
+def _check_tying(plan: AdapterPlan, loader: TensorLoader, base: BaseModules | None) -> None:
+    """Refuse an adapter that PEFT would change, on a tied base, by making the head's pair the embedding's."""
+    modules = {module.module: module for module in plan.modules}
+    embedding, head = modules.get(EMBEDDING_MODULE), modules.get(HEAD_MODULE)
+    if embedding is None and head is None:
+        return
+    if embedding is not None and head is not None and loader.check_tied(embedding, head):
+        return
+    if base is not None and not torch.equal(base.weight(EMBEDDING_MODULE), base.weight(HEAD_MODULE)):
+        return
+    raise invalid_config(
+        "ensure_weight_tying is true, and the files do not hold the pair of embed_tokens and its transpose as that of "
+        "lm_head, which PEFT would make of them; save the adapter again, or set ensure_weight_tying to false if its "
+        "pairs were trained apart"
+    )
 
 
 def _adapter_dtype(base_dtype: torch.dtype) -> torch.dtype:

@@ -128,7 +128,7 @@ class ModuleRule:
     """A value of `target_modules` or `exclude_modules`, by PEFT's rule for which modules it means.
 
     A list means modules with one of its names, whole or after a dot; a string is a regex of whole names; and
-    "all-linear" means every linear layer but the output head, so all that a decoder layer has.
+    "all-linear" means every linear layer but the output head: all that a decoder layer has, and no embedding.
     """
 
     def __init__(self, setting: str, value: Sequence[str] | str) -> None:
@@ -144,16 +144,26 @@ class ModuleRule:
         patterns = {value: True} if isinstance(value, str) and not self._means_all else {}
         self._pattern = PatternTable(setting, patterns, whole=True)
 
-    def matches(self, names: Iterable[str]) -> bool:
-        """Whether the rule means the linear layer that goes by any of these names.
+    def matches(self, names: Iterable[str], *, in_decoder_layer: bool = True) -> bool:
+        """Whether the rule means the module that goes by any of these names.
+
+        Args:
+            names: What the module may be called.
+            in_decoder_layer: It is a linear layer of a decoder layer, not the embedding or the output head.
 
         Raises:
             InvalidAdapter: matching takes seconds.
         """
         names = tuple(names)
-        if self._means_all or any(part in self._names for name in names for part in _endings(name)):
+        if self._means_all:
+            return in_decoder_layer
+        if any(part in self._names for name in names for part in _endings(name)):
             return True
         return self._pattern.find(names, False)
+
+    def lists(self, names: Iterable[str]) -> bool:
+        """Whether the rule is a list that has one of these names in full."""
+        return not self._names.isdisjoint(names)
 
     def __str__(self) -> str:
         value = self.value if isinstance(self.value, str) else list(self.value)

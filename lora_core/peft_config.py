@@ -17,7 +17,6 @@ from lora_core.types import ADAPTER_CONFIG_FILE
 
 _MAX_CONFIG_BYTES = 4 * 2**20
 _REFUSED_FEATURES = {
-    "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
     "lora_bias": "a bias beside lora_B",
@@ -36,8 +35,16 @@ _REFUSED_FEATURES = {
 }
 """Fields of PEFT's LoraConfig that must be unset, and what they turn on."""
 
-_KNOWN_SWITCHES = {"use_rslora", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"}
-"""Fields named like switches of a variant that leave the adapter at `scale * B @ A` on the original base."""
+_KNOWN_SWITCHES = {
+    "use_rslora",
+    "use_dora",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "runtime_config",
+}
+"""Fields named like switches of a variant that are served, or leave the adapter as it is without them."""
 
 _PLAIN_INITIALISATIONS = {"gaussian", "eva", "orthogonal", "mica"}
 """Ways to start training that leave the base weights alone; so do true and false."""
@@ -51,12 +58,14 @@ class PeftConfig:
     """What an adapter's config says about its mathematics.
 
     `rank_of`, `scale_of` and `transforms` take the names one module goes by, most authoritative first: the name it had
-    when PEFT trained it (`model.layers.0.self_attn.q_proj`), then others.
+    when PEFT trained it (`model.layers.0.self_attn.q_proj`, `lm_head`), then others.
 
     Attributes:
         r: Default rank.
         lora_alpha: Default numerator of the scale.
         use_rslora: The scale is `alpha / sqrt(rank)` instead of `alpha / rank`.
+        use_dora: Every module has a magnitude vector beside its pair.
+        ensure_weight_tying: Where the base's head is tied to its embedding, so is the head's pair to the embedding's.
         rank_pattern: Ranks of modules that differ from `r`.
         alpha_pattern: Alphas of modules that differ from `lora_alpha`.
         target_modules: What was adapted: names, a regex, or "all-linear".
@@ -71,6 +80,8 @@ class PeftConfig:
     r: int
     lora_alpha: float
     use_rslora: bool
+    use_dora: bool
+    ensure_weight_tying: bool
     rank_pattern: PatternTable[int]
     alpha_pattern: PatternTable[float]
     target_modules: tuple[str, ...] | str
@@ -91,9 +102,12 @@ class PeftConfig:
         rank = self.rank_of(*names)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
-    def transforms(self, layer: int, *names: str) -> bool:
-        """Whether the config adapts modules of this decoder layer."""
-        if self.layers_to_transform is None:
+    def transforms(self, layer: int | None, *names: str) -> bool:
+        """Whether `layers_to_transform` leaves in a module of this decoder layer; None is a module outside of them.
+
+        As in PEFT, a module that `target_modules` lists by its full name is in, and no other outside decoder layers.
+        """
+        if self.layers_to_transform is None or self.targets.lists(names):
             return True
         if layer not in self.layers_to_transform:
             return False
@@ -121,6 +135,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
         r=_positive_int(_required(raw, "r"), "r"),
         lora_alpha=_number(_required(raw, "lora_alpha"), "lora_alpha"),
         use_rslora=_flag(raw, "use_rslora"),
+        use_dora=_flag(raw, "use_dora"),
+        ensure_weight_tying=_flag(raw, "ensure_weight_tying"),
         rank_pattern=PatternTable("rank_pattern", _by_pattern(raw, "rank_pattern", _positive_int)),
         alpha_pattern=PatternTable("alpha_pattern", _by_pattern(raw, "alpha_pattern", _number)),
         target_modules=target_modules,
@@ -177,9 +193,12 @@ def _check_kind(raw: Mapping[str, Any]) -> None:
 
 def _refuse_features(raw: Mapping[str, Any]) -> None:
     for key, feature in _REFUSED_FEATURES.items():
-        # An empty object still turns a `*_config` on; an empty list names nothing.
-        if key in raw and raw[key] is not None and raw[key] is not False and raw[key] != []:
-            raise invalid_config(f"{key} is {shown(raw[key])}, which means {feature}: not served; train without it")
+        value = raw.get(key)
+        # An empty object still turns on what is configured by one; any other empty value names nothing.
+        takes_object = key.endswith("_config") or key == "use_bdlora"
+        is_empty = value in ("", []) or (value == {} and not takes_object)
+        if value is not None and value is not False and not is_empty:
+            raise invalid_config(f"{key} is {shown(value)}, which means {feature}: not served; train without it")
     for key, value in raw.items():
         is_switch = key.startswith("use_") or key.endswith("_config")
         if is_switch and value and key not in _KNOWN_SWITCHES and key not in _REFUSED_FEATURES:

@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class NoFreeSlot(AdapterError):
-    """Every slot holds an adapter that an admitted request is using; one becomes free when such a request ends."""
+    """Every slot holds an adapter that is in use or pinned; one becomes free when a request ends, or a pin."""
 
 
 class _LoRALRUCache(Generic[K, V]):
@@ -126,6 +126,10 @@ class _LoRALRUCache(Generic[K, V]):
         if self._pins[key] == 0:
             del self._pins[key]
 
+    def num_pins(self, key: K) -> int:
+        """How many `unpin` calls it takes until `key` may be evicted."""
+        return self._pins.get(key, 0)
+
     def is_pinned(self, key: K) -> bool:
         """Whether `key` may not be evicted or removed."""
         return key in self._pins
@@ -155,8 +159,8 @@ class _LoRALRUCache(Generic[K, V]):
         key = next((key for key in self._entries if key not in self._pins), None)
         if key is None:
             raise NoFreeSlot(
-                f"all {self._max_size} adapter slots are in use by running requests; "
-                "wait for one to end, or raise max_num_loras"
+                f"all {self._max_size} adapter slots are in use by running requests or pinned; "
+                "wait for a request to end, or raise max_num_loras"
             )
         self._free(key)
         return key

@@ -1,12 +1,12 @@
-"""The projections of a decoder layer that adapters may change, declared once per architecture.
+"""The layers of a model that adapters may change, declared once per architecture.
 
-The tuple of targets is the only source of truth for three things: which linear layers are wrapped, how the base
+The tuple of targets is the only source of truth for three things: which layers are wrapped, how the base
 checkpoint's weights are fused, and which PEFT modules fill which part of a slot.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ class LoRATargetModule:
     """One layer that adapters may change, and the PEFT projections it computes.
 
     Attributes:
-        path: Where the linear layer is, from a decoder layer, e.g. `self_attn.qkv_proj`.
+        path: Where the layer is, from its holder (see `kind`), e.g. `self_attn.qkv_proj`.
         projections: The PEFT projections it covers, in the order of its output rows, e.g. `("q_proj", "k_proj",
             "v_proj")`. They are siblings of `path` in the checkpoint and in adapters.
         stacked: The checkpoint stores the projections apart and the decoder stores them as one weight, so their rows
             are concatenated at load. False: the checkpoint already has a weight at `path`.
         kind: "layer": a linear layer inside every decoder layer. Once in the model: "embedding" is the token
-            embedding, which stands beside the list of decoder layers, "head" the linear output head.
+            embedding, which stands beside the list of decoder layers, "head" the linear output head, at the root.
     """
 
     path: str
@@ -36,13 +36,16 @@ class LoRATargetModule:
     kind: TargetKind = "layer"
 
     def siblings(self) -> tuple[str, ...]:
-        """Paths of the projections inside a decoder layer, in fused order, e.g. `self_attn.q_proj`."""
+        """Paths of the projections from where `path` starts, in fused order, e.g. `self_attn.q_proj`."""
         parent, _, _ = self.path.rpartition(".")
         return tuple(self._sibling(parent, projection) for projection in self.projections)
 
-    def peft_modules(self, layer: int) -> tuple[str, ...]:
-        """Normalised names of the modules an adapter changes here, in fused order, e.g. `layers.3.self_attn.q_proj`."""
-        return tuple(f"layers.{layer}.{path}" for path in self.siblings())
+    def peft_modules(self, layer: int | None) -> tuple[str, ...]:
+        """Normalised names of the modules an adapter changes here, in fused order, e.g. `layers.3.self_attn.q_proj`.
+
+        The layer is None for the kinds that a model has once.
+        """
+        return self.siblings() if layer is None else tuple(f"layers.{layer}.{path}" for path in self.siblings())
 
     def _sibling(self, parent: str, projection: str) -> str:
         # A target that is one projection has its own path, also where the projection's name has a dot (`to_out.0`).
@@ -57,41 +60,52 @@ HEAD_TARGET = LoRATargetModule("lm_head", ("lm_head",), kind="head")
 
 @dataclass(frozen=True)
 class LoRASite:
-    """One target in one decoder layer: the place of one A stack and one B stack.
+    """One target in one place of the model: the place of one A stack, one B stack and one stack of gains.
 
     Attributes:
-        layer: Index of the decoder layer.
-        order: Index of the target in the architecture's tuple.
+        index: Its place among the model's sites.
+        layer: Index of the decoder layer; None for the embedding and the head.
         target: The target.
-        in_features: Width K of the layer's input.
+        in_features: Width K of the layer's input; of the embedding, the number of tokens it knows.
         slices: Output rows of each projection, in fused order; their sum is the layer's output width.
     """
 
-    layer: int
-    order: int
+    index: int
+    layer: int | None
     target: LoRATargetModule
     in_features: int
     slices: tuple[int, ...]
 
     @property
+    def kind(self) -> TargetKind:
+        """What kind of layer it is."""
+        return self.target.kind
+
+    @property
     def name(self) -> str:
-        """E.g. `layers.3.self_attn.qkv_proj`."""
-        return f"layers.{self.layer}.{self.target.path}"
+        """E.g. `layers.3.self_attn.qkv_proj`, `embed_tokens` or `lm_head`."""
+        return self.target.path if self.layer is None else f"layers.{self.layer}.{self.target.path}"
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Normalised names of the PEFT modules that fill this site, in fused order."""
         return self.target.peft_modules(self.layer)
 
+    @property
+    def out_features(self) -> int:
+        """The layer's output width."""
+        return sum(self.slices)
+
 
 def lora_sites(
     targets: Sequence[LoRATargetModule], projections: Mapping[str, tuple[int, int]], num_layers: int
 ) -> tuple[LoRASite, ...]:
-    """Every target in every decoder layer: layer by layer, within a layer in the targets' order.
+    """Every place of every target: the embedding, then layer by layer in the targets' order, then the head.
 
     Args:
         targets: The architecture's targets.
-        projections: `(out_features, in_features)` of each PEFT projection of the base model.
+        projections: `(out_features, in_features)` of each PEFT projection of the base model; of the embedding, the
+            hidden size and the vocabulary.
         num_layers: Decoder layers of the base model.
 
     Raises:
@@ -101,12 +115,14 @@ def lora_sites(
     paths = [target.path for target in targets]
     if repeated := sorted({path for path in paths if paths.count(path) > 1}):
         raise ConfigError(f"LoRA targets name {', '.join(repeated)} more than once; each path is declared once")
-    shapes = [_fused_shape(target, projections) for target in targets]
-    return tuple(
-        LoRASite(layer, order, target, *shapes[order])
-        for layer in range(num_layers)
-        for order, target in enumerate(targets)
-    )
+    shapes = {target: _fused_shape(target, projections) for target in targets}
+    by_kind = {kind: [target for target in targets if target.kind == kind] for kind in get_args(TargetKind)}
+    places: list[tuple[int | None, LoRATargetModule]] = [
+        *((None, target) for target in by_kind["embedding"]),
+        *((layer, target) for layer in range(num_layers) for target in by_kind["layer"]),
+        *((None, target) for target in by_kind["head"]),
+    ]
+    return tuple(LoRASite(index, layer, target, *shapes[target]) for index, (layer, target) in enumerate(places))
 
 
 def _fused_shape(target: LoRATargetModule, projections: Mapping[str, tuple[int, int]]) -> tuple[int, tuple[int, ...]]:

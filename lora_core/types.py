@@ -4,7 +4,7 @@ Names follow Modular MAX's public `max.pipelines.lora`.
 """
 
 import enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -93,6 +93,23 @@ class LoRAResponse(msgspec.Struct, omit_defaults=True):
     message: str | list[str]
     report: LoadReport | None = None
     """Of the load that made the adapter what it is now; set when a load ends well."""
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One adapter that admits requests, as an engine holds it."""
+
+    name: str
+    generation: int
+    tier: Literal["slot", "host", "disk"]
+    """Where a request would find its tensors: in a slot, in host memory, or only in its folder."""
+    pinned: bool = False
+    """Whether it keeps its slot, or gets the next one."""
+    num_users: int = 0
+    """Requests of this generation, waiting or running."""
+    draining: list[int] = []
+    """Older generations of the name that still have requests."""
+    report: LoadReport | None = None
+    """Of the load that made the adapter what it is."""
 
 
 class AdapterRef(NamedTuple):

@@ -1,10 +1,11 @@
 """Attention over a paged KV cache: where a step writes its keys and values, and which pages each sequence reads.
 
-All of a step's index arithmetic is done once, on the host, by `build_attention`; the layers share the result. Plain
-torch on every device: pages are gathered and multiplied, with the query heads of one KV head packed together.
+All of a step's index arithmetic is done once, on the host, by `build_attention`; layers with the same window share the
+result. Plain torch on every device: pages are gathered and multiplied, with the query heads of one KV head packed
+together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,67 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Ints = npt.NDArray[np.int64]
+from lora_core.engine.kv_cache import Ints, KVLayout
 
 # Decoding sequences attend together, each padded to the longest. A further group of them costs about as much time in a
 # layer as this many padded tokens (measured on CPU).
 _GROUP_COST_TOKENS = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVLayout:
-    """Shape of one layer's KV cache: `[2, num_blocks, num_kv_heads, block_size, head_dim]`, keys first.
-
-    The tokens of one head in one block lie together, so that gathering pages copies long rows and its result is
-    contiguous per head. Every block may be used; none is reserved.
-    """
-
-    num_blocks: int
-    num_kv_heads: int
-    block_size: int
-    head_dim: int
-
-    @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        return (2, self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
-
-    def page_rows(self, blocks: Ints) -> Ints:
-        """Rows of the cache viewed as `[-1, block_size * head_dim]` that hold blocks `[..., n]`.
-
-        Returns:
-            `[2, ..., num_kv_heads, n]`: keys and values of each head, in the order of the blocks.
-        """
-        planes = np.arange(2).reshape(2, *(1,) * (blocks.ndim + 1)) * self.num_blocks
-        heads = np.arange(self.num_kv_heads)[:, None]
-        return (planes + blocks[..., None, :]) * self.num_kv_heads + heads
-
-    def token_rows(self, blocks: Ints, offsets: Ints) -> Ints:
-        """Rows of the cache viewed as `[-1, head_dim]` that hold the tokens at `offsets` `[T]` of `blocks` `[T]`.
-
-        Returns:
-            `[T, 2, num_kv_heads]`.
-        """
-        planes = np.arange(2)[:, None] * self.num_blocks
-        heads = np.arange(self.num_kv_heads)
-        pages = (planes + blocks[:, None, None]) * self.num_kv_heads + heads
-        return pages * self.block_size + offsets[:, None, None]
-
-
-class KVCache:
-    """The KV cache of all layers; `layers` is what the decoder reads and writes, one tensor of `layout.shape` each."""
-
-    def __init__(self, layout: KVLayout, num_layers: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout = layout
-        self._storage = torch.zeros((num_layers, *layout.shape), dtype=dtype, device=device)
-        self.layers: list[Tensor] = list(self._storage.unbind(0))
-
-    def clear(self, blocks: Tensor) -> None:
-        """Zero whole blocks in every layer.
-
-        A block's tail is multiplied by a weight of 0 before its owner fills it. If the last owner left a NaN or an
-        infinity there, the product would carry it over to the new one.
-        """
-        self._storage.index_fill_(2, blocks, 0)
 
 
 class SequenceSpan(NamedTuple):
@@ -89,10 +34,13 @@ class SequenceSpan(NamedTuple):
 class DecodeGroup:
     """Sequences with one new token each, attended together; B of them, padded to L tokens.
 
+    With a window, L counts from the block that holds the first token of the window.
+
     Attributes:
         rows: int64 `[B]`, their token rows; None when they are all rows of the step, in order.
         pages: int64 `[2 * B * num_kv_heads * L / block_size]`, see `KVLayout.page_rows`.
-        mask: `[B, 1, L]` in the model's data type, 0 or -inf past a sequence's end; None when L fits all exactly.
+        mask: `[B, 1, L]` in the model's data type, 0 or -inf past a sequence's end or before its window; None when all
+            L tokens of each are attended to.
     """
 
     rows: Tensor | None
@@ -105,9 +53,9 @@ class PrefillChunk:
     """Several new tokens of one sequence, in token rows `start:stop`.
 
     Attributes:
-        kv_len: Tokens of the sequence, the new ones last.
-        pages: int64, pages of the whole sequence; None when it has no past, and the new keys and values are all.
-        mask: `[stop - start, kv_len]` in the model's data type, 0 or -inf; None with `pages`, plain causal.
+        kv_len: Tokens read, the new ones last: the sequence, or what windows reach of it, from the start of a block.
+        pages: int64, pages of these tokens; None when there is no past, and the new keys and values are all.
+        mask: `[stop - start, kv_len]` in the model's data type, 0 or -inf; None when it is plain causal without a past.
     """
 
     start: int
@@ -118,28 +66,43 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
-class AttentionMetadata:
-    """One step's attention, for T token rows; every row belongs to exactly one decode group or prefill chunk.
+class AttentionReads:
+    """What a step's rows attend to; every row belongs to exactly one decode group or prefill chunk."""
 
-    Attributes:
-        write_rows: int64 `[T * 2 * num_kv_heads]`, where the step's keys and values go, see `KVLayout.token_rows`.
-        fresh_blocks: int64, blocks whose first token this step writes: to be cleared before it; None without any.
-    """
-
-    write_rows: Tensor
-    fresh_blocks: Tensor | None
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillChunk, ...]
 
 
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One step's attention, for T token rows.
+
+    Attributes:
+        write_rows: int64 `[T * 2 * num_kv_heads]`, where the step's keys and values go, see `KVLayout.token_rows`.
+        fresh_blocks: int64, blocks whose first token this step writes: to be cleared before it; None without any.
+        reads: By window, in tokens; None is the whole past. Windows that reach past every sequence share one object.
+    """
+
+    write_rows: Tensor
+    fresh_blocks: Tensor | None
+    reads: Mapping[int | None, AttentionReads]
+
+
 def build_attention(
-    spans: Sequence[SequenceSpan], layout: KVLayout, *, dtype: torch.dtype, device: torch.device
+    spans: Sequence[SequenceSpan],
+    layout: KVLayout,
+    *,
+    windows: Sequence[int | None] = (None,),
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> AttentionMetadata:
     """Lay out a step's attention from its sequences, in row order.
 
     Args:
         spans: One for each sequence; its tokens take the next `q_len` rows of the step.
         layout: Of the KV cache.
+        windows: The distinct windows of the model's layers: tokens a token attends to, itself included, or None for
+            all before it.
         dtype: Of the model's activations.
         device: Where the step runs.
     """
@@ -153,27 +116,16 @@ def build_attention(
     blocks, offsets = tables[sequence, positions // layout.block_size], positions % layout.block_size
     fresh = blocks[offsets == 0]
 
-    decoding = np.flatnonzero(q_lens == 1)
-    whole_step = len(decoding) == len(spans)
-    groups = list(_groups_of_near_length(decoding, -(-kv_lens[decoding] // layout.block_size) * layout.block_size))
+    longest = int(kv_lens.max())
+    narrowed = {window: None if window is None or window >= longest else window for window in windows}
+    reads = {
+        window: _reads(_Step(q_lens, kv_lens, row_offsets, tables, layout, dtype, device), window)
+        for window in set(narrowed.values())
+    }
     return AttentionMetadata(
         write_rows=_to_device(layout.token_rows(blocks, offsets).reshape(-1), device),
         fresh_blocks=_to_device(fresh, device) if fresh.size else None,
-        decodes=tuple(
-            _decode_group(
-                None if whole_step and len(groups) == 1 else row_offsets[members],
-                tables[members],
-                kv_lens[members],
-                layout,
-                dtype,
-                device,
-            )
-            for members in groups
-        ),
-        prefills=tuple(
-            _prefill_chunk(int(row_offsets[index]), spans[index], tables[index], layout, dtype, device)
-            for index in np.flatnonzero(q_lens > 1).tolist()
-        ),
+        reads={window: reads[narrow] for window, narrow in narrowed.items()},
     )
 
 
@@ -195,43 +147,56 @@ def write_kv(cache: Tensor, key_values: Tensor, attention: AttentionMetadata) ->
     cache.view(-1, head_dim).index_copy_(0, attention.write_rows, key_values.reshape(-1, head_dim))
 
 
-def attend(queries: Tensor, key_values: Tensor, cache: Tensor, attention: AttentionMetadata, *, scale: float) -> Tensor:
+def attend(
+    queries: Tensor,
+    key_values: Tensor,
+    cache: Tensor,
+    attention: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Causal attention of each token row to its own sequence, through one layer's cache.
 
-    Semantics, for query head h of a row at position p, with g = num_heads / num_kv_heads:
-        out[h] = softmax(scale * q[h] @ K[:p + 1, h // g].T) @ V[:p + 1, h // g]
+    Semantics, for query head h of a row at position p, with g = num_heads / num_kv_heads, cap(s) = s without a softcap
+    or softcap * tanh(s / softcap), and from = 0 without a window or max(0, p + 1 - window):
+        out[h] = softmax(cap(scale * q[h] @ K[from:p + 1, h // g].T)) @ V[from:p + 1, h // g]
 
     Args:
         queries: `[T, num_heads, head_dim]`.
         key_values: The step's own, `[T, 2 * num_kv_heads, head_dim]`, which `write_kv` has stored already.
         cache: `KVLayout.shape`.
-        attention: The step's metadata.
+        attention: The step's metadata, built for this window among others.
         scale: Of the scores.
+        window: Tokens a token attends to, itself included; None: all.
+        softcap: Bound on the scores' absolute value; None: no bound.
 
     Returns:
         `[T, num_heads * head_dim]`.
     """
     num_rows, num_heads, head_dim = queries.shape
-    if len(attention.decodes) == 1 and attention.decodes[0].rows is None:
-        return _attend_decodes(queries, cache, attention.decodes[0], scale).view(num_rows, -1)
+    reads = attention.reads[window]
+    if len(reads.decodes) == 1 and reads.decodes[0].rows is None:
+        return _attend_decodes(queries, cache, reads.decodes[0], scale, softcap).view(num_rows, -1)
     out = queries.new_empty(num_rows, num_heads, head_dim)
-    for group in attention.decodes:
+    for group in reads.decodes:
         assert group.rows is not None
         members = queries.index_select(0, group.rows)
-        out.index_copy_(0, group.rows, _attend_decodes(members, cache, group, scale))
-    for chunk in attention.prefills:
+        out.index_copy_(0, group.rows, _attend_decodes(members, cache, group, scale, softcap))
+    for chunk in reads.prefills:
         rows = slice(chunk.start, chunk.stop)
-        out[rows] = _attend_prefill(queries[rows], key_values[rows], cache, chunk, scale)
+        out[rows] = _attend_prefill(queries[rows], key_values[rows], cache, chunk, scale, softcap)
     return out.view(num_rows, -1)
 
 
-def _attend_decodes(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+def _attend_decodes(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float, softcap: float | None) -> Tensor:
     """`[B, num_heads, head_dim]` to the same."""
     batch, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[2]
     keys, values = _gather(cache, group.pages).view(2, batch * num_kv_heads, -1, head_dim)
     group_size = num_heads // num_kv_heads
-    if batch == 1:
+    if batch == 1 and softcap is None:
         # Starting the two products costs more than they save (bf16 on CPU: 20 us each).
         mask = None if group.mask is None else group.mask[None]
         packed = queries.reshape(1, num_kv_heads, group_size, head_dim)
@@ -239,12 +204,16 @@ def _attend_decodes(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: f
         return out.view(1, num_heads, head_dim)
     packed = (queries * scale).view(batch * num_kv_heads, group_size, head_dim)
     scores = torch.bmm(packed, keys.transpose(1, 2))
+    if softcap is not None:
+        _cap_(scores, softcap)
     if group.mask is not None:
         scores.view(batch, num_heads, -1).add_(group.mask)
     return torch.bmm(torch.softmax(scores, -1), values).view(batch, num_heads, head_dim)
 
 
-def _attend_prefill(queries: Tensor, key_values: Tensor, cache: Tensor, chunk: PrefillChunk, scale: float) -> Tensor:
+def _attend_prefill(
+    queries: Tensor, key_values: Tensor, cache: Tensor, chunk: PrefillChunk, scale: float, softcap: float | None
+) -> Tensor:
     """`[Tq, num_heads, head_dim]` to the same."""
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[2]
@@ -255,8 +224,11 @@ def _attend_prefill(queries: Tensor, key_values: Tensor, cache: Tensor, chunk: P
         gathered = _gather(cache, chunk.pages).view(2, num_kv_heads, 1, -1, head_dim)
         keys, values = gathered[:, :, :, : chunk.kv_len]
     # KV heads are the batch, so that each one is shared by its query heads without a copy.
+    packed = queries.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    if softcap is not None:
+        return _attend_capped(packed, keys, values, chunk.mask, scale, softcap).permute(2, 0, 1, 3).flatten(1, 2)
     out = F.scaled_dot_product_attention(
-        queries.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3),
+        packed,
         keys.expand(-1, group, -1, -1),
         values.expand(-1, group, -1, -1),
         attn_mask=chunk.mask,
@@ -264,6 +236,20 @@ def _attend_prefill(queries: Tensor, key_values: Tensor, cache: Tensor, chunk: P
         scale=scale,
     )
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend_capped(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """What fused attention kernels lack: `[num_kv_heads, group, Tq, head_dim]` to the same, scores soft-capped."""
+    scores = _cap_(torch.matmul(queries * scale, keys.transpose(2, 3)), softcap)
+    if mask is None:
+        mask = scores.new_full(scores.shape[2:], float("-inf")).triu_(1)
+    return torch.matmul(torch.softmax(scores.add_(mask), -1), values)
+
+
+def _cap_(scores: Tensor, softcap: float) -> Tensor:
+    return scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def _gather(cache: Tensor, pages: Tensor) -> Tensor:
@@ -299,33 +285,83 @@ def _groups_of_near_length(members: Ints, lengths: Ints) -> Iterator[Ints]:
         yield from _groups_of_near_length(members[part], lengths[part])
 
 
-def _decode_group(
-    rows: Ints | None, tables: Ints, kv_lens: Ints, layout: KVLayout, dtype: torch.dtype, device: torch.device
-) -> DecodeGroup:
-    num_blocks = -(-int(kv_lens.max()) // layout.block_size)
-    padded_len = num_blocks * layout.block_size
-    past_end = np.arange(padded_len) >= kv_lens[:, None, None]
-    return DecodeGroup(
-        rows=None if rows is None else _to_device(rows, device),
-        pages=_to_device(layout.page_rows(tables[:, :num_blocks]).reshape(-1), device),
-        mask=_mask(past_end, dtype, device) if past_end.any() else None,
+class _Step(NamedTuple):
+    """The step's sequences as `build_attention` has laid them out."""
+
+    q_lens: Ints
+    kv_lens: Ints
+    row_offsets: Ints
+    tables: Ints
+    layout: KVLayout
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _reads(step: _Step, window: int | None) -> AttentionReads:
+    if window is None:
+        first_positions = np.zeros_like(step.kv_lens)
+    else:
+        # Of a sequence's new tokens the first one reaches back furthest.
+        first_positions = np.maximum(step.kv_lens - step.q_lens + 1 - window, 0)
+    first_blocks = first_positions // step.layout.block_size
+    shifted = step._replace(
+        kv_lens=step.kv_lens - first_blocks * step.layout.block_size, tables=_skip_blocks(step, first_blocks)
+    )
+    decoding = np.flatnonzero(step.q_lens == 1)
+    whole_step = len(decoding) == len(step.q_lens)
+    block_size = step.layout.block_size
+    groups = list(_groups_of_near_length(decoding, -(-shifted.kv_lens[decoding] // block_size) * block_size))
+    return AttentionReads(
+        decodes=tuple(
+            _decode_group(shifted, members, window, all_rows=whole_step and len(groups) == 1) for members in groups
+        ),
+        prefills=tuple(
+            _prefill_chunk(shifted, index, window, has_past=bool(step.kv_lens[index] > step.q_lens[index]))
+            for index in np.flatnonzero(step.q_lens > 1).tolist()
+        ),
     )
 
 
-def _prefill_chunk(
-    start: int, span: SequenceSpan, table: Ints, layout: KVLayout, dtype: torch.dtype, device: torch.device
-) -> PrefillChunk:
-    stop = start + span.q_len
-    if span.q_len == span.kv_len:
-        return PrefillChunk(start, stop, span.kv_len, None, None)
-    num_blocks = -(-span.kv_len // layout.block_size)
-    positions = np.arange(span.kv_len - span.q_len, span.kv_len)
+def _skip_blocks(step: _Step, first_blocks: Ints) -> Ints:
+    """Block tables that start with each sequence's `first_blocks`; the places behind its last repeat that one."""
+    if not first_blocks.any():
+        return step.tables
+    last_blocks = (step.kv_lens - 1) // step.layout.block_size
+    places = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
+    return np.take_along_axis(step.tables, np.minimum(places, last_blocks[:, None]), 1)
+
+
+def _decode_group(step: _Step, members: Ints, window: int | None, *, all_rows: bool) -> DecodeGroup:
+    kv_lens = step.kv_lens[members]
+    num_blocks = -(-int(kv_lens.max()) // step.layout.block_size)
+    positions = np.arange(num_blocks * step.layout.block_size)
+    ends = kv_lens[:, None, None]
+    excluded = positions >= ends
+    if window is not None:
+        excluded |= positions < ends - window
+    return DecodeGroup(
+        rows=None if all_rows else _to_device(step.row_offsets[members], step.device),
+        pages=_to_device(step.layout.page_rows(step.tables[members, :num_blocks]).reshape(-1), step.device),
+        mask=_mask(excluded, step.dtype, step.device) if excluded.any() else None,
+    )
+
+
+def _prefill_chunk(step: _Step, index: int, window: int | None, *, has_past: bool) -> PrefillChunk:
+    q_len, kv_len = int(step.q_lens[index]), int(step.kv_lens[index])
+    start = int(step.row_offsets[index])
+    if not has_past and (window is None or window >= kv_len):
+        return PrefillChunk(start, start + q_len, kv_len, None, None)
+    positions = np.arange(kv_len - q_len, kv_len)[:, None]
+    excluded = np.arange(kv_len) > positions
+    if window is not None:
+        excluded |= np.arange(kv_len) <= positions - window
+    pages = step.layout.page_rows(step.tables[index, : -(-kv_len // step.layout.block_size)]).reshape(-1)
     return PrefillChunk(
         start,
-        stop,
-        span.kv_len,
-        _to_device(layout.page_rows(table[:num_blocks]).reshape(-1), device),
-        _mask(np.arange(span.kv_len) > positions[:, None], dtype, device),
+        start + q_len,
+        kv_len,
+        _to_device(pages, step.device) if has_past else None,
+        _mask(excluded, step.dtype, step.device),
     )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +15,25 @@ from lora_core.engine.request import Limits, Request, ScheduledBatch, check
 from lora_core.engine.runner import ModelRunner
 from lora_core.engine.sampler import sample
 from lora_core.engine.scheduler import Scheduler
-from lora_core.errors import AdapterError, ConfigError, InvalidRequest
+from lora_core.errors import AdapterError, AdapterUnloaded, ConfigError, InvalidRequest
 from lora_core.messages import EngineReady, GenerateRequest, SamplingParams, TokenDelta
-from lora_core.types import LoRAStatus
+from lora_core.types import AdapterRef, LoRAStatus
 
 WARM_UP_TOKENS = 16
 """Prompt length of `LLMEngine.warm_up`."""
+
+WRITE_SHARE = 0.5
+"""Of the shortest recent step: what a step may spend on writing adapters into slots while requests run, so that no gap
+between two tokens comes near twice the usual."""
+
+NUM_RECENT_STEPS = 8
+"""Steps looked back at; among them some with long prompts, which say nothing of how long a token takes."""
+
+SHORTEST_WRITE_S = 0.0005
+"""What a step may always spend on writing: steps that are shorter yet need no protection."""
+
+LONGEST_WAIT_S = 0.005
+"""How long a step waits for files that are read, when it has nothing to run."""
 
 
 class LLMEngine:
@@ -35,7 +49,8 @@ class LLMEngine:
     Args:
         engine_config: The model, its device and its budgets.
         lora_config: Whether adapters are served; those of `lora_paths` are loaded before this returns.
-        clock: Seconds, never falling: measures how long requests wait for a slot.
+        clock: Seconds, never falling: measures how long requests wait for a slot, and for how long those of an unloaded
+            adapter go on.
 
     Raises:
         ConfigError: a setting cannot work, or an adapter of `lora_paths` was not loaded; it is named, with the reason.
@@ -74,6 +89,11 @@ class LLMEngine:
         self._arrivals = itertools.count()
         self._randomness = torch.Generator()
         self._randomness.seed()
+        self._clock = clock
+        self._drain_timeout_s = lora_config.drain_timeout_s
+        # When a generation was first seen to be unloaded with requests in progress.
+        self._retired_s: dict[AdapterRef, float] = {}
+        self._recent_steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
 
     @property
     def num_running(self) -> int:
@@ -119,16 +139,34 @@ class LLMEngine:
             self._forget(request)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to say."""
-        return bool(self._requests or self._refused)
+        """Whether `step` has something to do or to say; adapters on their way into slots are something to do."""
+        return bool(self._requests or self._refused) or self.manager.is_busy
 
     def step(self) -> list[TokenDelta]:
-        """Run one batch, and return the tokens it produced and the requests refused since the last step.
+        """Run one batch, and return the tokens it produced and the requests that failed since the last step.
+
+        A request fails here, with finish reason "error", when its adapter is needed from files that are gone or changed
+        (AdapterLost), or when its adapter was unloaded or replaced and it has not ended `drain_timeout_s` later
+        (AdapterUnloaded). With nothing to run, it waits a few milliseconds for what is being read.
 
         Returns:
             At most one delta for each request that is running; a finished one is forgotten here.
         """
-        deltas = self._run(self._scheduler.schedule())
+        self._end_overdue_requests()
+        self.manager.advance(max(SHORTEST_WRITE_S, WRITE_SHARE * min(self._recent_steps_s, default=0.0)))
+        batch = self._schedule()
+        if not batch.rows and self.manager.is_writing:
+            # Nobody is kept waiting by it.
+            self.manager.advance(None)
+            batch = self._schedule()
+        if batch.rows:
+            started_s = time.perf_counter()
+            deltas = self._run(batch)
+            self._recent_steps_s.append(time.perf_counter() - started_s)
+        else:
+            deltas = []
+            if not self._refused and self.has_work():
+                self.manager.wait(LONGEST_WAIT_S)
         deltas += self._refused
         self._refused = []
         return deltas
@@ -146,7 +184,7 @@ class LLMEngine:
             for temperature in (0.0, 1.0):
                 sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.9, ignore_eos=True)
                 self.add_request(GenerateRequest(f"warm-up {name} {temperature}", prompt, sampling, name))
-        while self.has_work():
+        while self._requests:
             self.step()
 
     def check_invariants(self) -> None:
@@ -175,9 +213,35 @@ class LLMEngine:
             generator=generator,
         )
 
+    def _schedule(self) -> ScheduledBatch:
+        """The next batch; the requests it gives up are answered by this step."""
+        batch = self._scheduler.schedule()
+        for request, error in batch.lost:
+            self._forget(request)
+            self._refused.append(_failure(request.request_id, str(error), type(error).__name__))
+        return batch
+
+    def _end_overdue_requests(self) -> None:
+        """End the requests of unloaded adapters that have had their time."""
+        retired = self.manager.retired()
+        if not retired and not self._retired_s:
+            return
+        now_s = self._clock()
+        self._retired_s = {ref: self._retired_s.get(ref, now_s) for ref in retired}
+        overdue = {ref for ref, since_s in self._retired_s.items() if now_s - since_s >= self._drain_timeout_s}
+        for request in list(self._requests.values()):
+            if request.adapter is None or request.adapter not in overdue:
+                continue
+            self._scheduler.abort(request)
+            self._forget(request)
+            message = (
+                f"LoRA adapter {request.adapter.name!r} was unloaded or replaced, and the request did not end within "
+                f"{self._drain_timeout_s:g} s of that; send it again, or raise lora_config.drain_timeout_s"
+            )
+            self._refused.append(_failure(request.request_id, message, AdapterUnloaded.__name__))
+
     def _run(self, batch: ScheduledBatch) -> list[TokenDelta]:
-        if not batch.rows:
-            return []
+        """Compute a batch of at least one row, and choose the next token of each row that is due."""
         batch = ScheduledBatch(self.manager.sort_lora_batch(batch.rows))
         logits = self.runner.run(batch)
         requests = [row.request for row in batch.rows if row.samples]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lora_core.errors import InvalidRequest
+from lora_core.errors import AdapterLost, InvalidRequest
 from lora_core.messages import FinishReason, GenerateRequest, SamplingParams
 from lora_core.types import AdapterRef
 
@@ -91,9 +91,11 @@ class ScheduledRow:
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """What one step runs, one row a request."""
+    """What one step runs, one row a request, and the requests it gives up."""
 
     rows: list[ScheduledRow]
+    lost: list[tuple[Request, AdapterLost]] = field(default_factory=list)
+    """Waiting requests whose adapter cannot be had any more, and why; the scheduler has forgotten them."""
 
     @property
     def num_tokens(self) -> int:

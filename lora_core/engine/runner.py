@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from kernels import Routing
 from lora_core.config import EngineConfig, LoRAConfig
-from lora_core.engine.attention import Ints, KVCache, KVLayout, SequenceSpan, build_attention, token_positions
+from lora_core.engine.attention import SequenceSpan, build_attention, token_positions
+from lora_core.engine.kv_cache import Ints, KVCache, KVLayout
 from lora_core.engine.request import ScheduledBatch, ScheduledRow
 from lora_core.errors import ConfigError
+from lora_core.layers import LoRALayer, LoRAModelWrapper, lora_layers
 from lora_core.manager import LoRAManagerV3
 from lora_core.models.decoder import DecoderConfig
 from lora_core.models.weights import load_decoder
@@ -40,16 +43,22 @@ class ModelRunner:
         self.device = _device(engine_config.device)
         pack = engine_config.pack_weights and self.device.type == "cpu"
         self._decoder, config = load_decoder(
-            engine_config.model, dtype=DTYPES[engine_config.dtype], device=self.device, pack=pack
+            engine_config.model,
+            dtype=DTYPES[engine_config.dtype],
+            device=self.device,
+            pack=pack,
+            quantization=engine_config.quantization,
         )
         self.dtype = self._decoder.dtype
-        self.config = _limit_length(config, engine_config.max_model_len)
+        self.config = _limit_length(_restrict_targets(config, lora_config), engine_config.max_model_len)
         self.manager = _manager(self.config, engine_config, lora_config, self.dtype, self.device)
-        # Without adapters the model runs as it is; with them, the wrapper's `forward` takes the routing.
-        self._model: torch.nn.Module = self._decoder
+        # Without adapters the model runs as it is; with them, the wrapper puts the routing in force.
+        self._wrapper: LoRAModelWrapper | None = None
+        self._head: LoRALayer | None = None
         if lora_config.enable_lora:
-            self._model = self.manager.wrap(self._decoder)
+            self._wrapper = self.manager.wrap(self._decoder)
             self.manager.bind_inputs(self.manager.input_buffers())
+            self._head = next((layer for _, layer in lora_layers(self._decoder) if layer.site.kind == "head"), None)
         self.num_blocks = -(-engine_config.kv_cache_tokens // engine_config.block_size)
         self._layout = KVLayout(
             num_blocks=self.num_blocks,
@@ -82,26 +91,41 @@ class ModelRunner:
             SequenceSpan(row.num_tokens, start + row.num_tokens, row.request.block_table)
             for row, start in zip(rows, starts, strict=True)
         ]
-        attention = build_attention(spans, self._layout, dtype=self.dtype, device=self.device)
+        attention = build_attention(
+            spans, self._layout, windows=self.config.windows, dtype=self.dtype, device=self.device
+        )
         if attention.fresh_blocks is not None:
             self.kv_cache.clear(attention.fresh_blocks)
         ends = np.cumsum(q_lens)
-        hidden = self._model(
-            self._to_device(_token_ids(rows, starts)),
-            self._to_device(token_positions(q_lens, kv_lens)),
-            attention,
-            self.kv_cache.layers,
-            **self._routing(rows, ends.tolist()),
-        )
+        routing = self._routing(rows, ends.tolist())
+        with self._routed(routing):
+            hidden = self._decoder(
+                self._to_device(_token_ids(rows, starts)),
+                self._to_device(token_positions(q_lens, kv_lens)),
+                attention,
+                self.kv_cache.layers,
+            )
         sampling_rows = ends[[row.samples for row in rows]] - 1
         if len(sampling_rows) < len(hidden):
             hidden = hidden.index_select(0, self._to_device(sampling_rows))
-        return self._decoder.logits(hidden)
+        with self._routed(self._head_routing(routing, sampling_rows)):
+            return self._decoder.logits(hidden)
 
-    def _routing(self, rows: Sequence[ScheduledRow], ends: Sequence[int]) -> dict[str, Routing]:
-        if self._model is self._decoder:
-            return {}
-        return {"routing": self.manager.get_lora_graph_inputs(rows, [0, *ends], self.device)}
+    def _routing(self, rows: Sequence[ScheduledRow], ends: Sequence[int]) -> Routing | None:
+        if self._wrapper is None:
+            return None
+        return self.manager.get_lora_graph_inputs(rows, [0, *ends], self.device)
+
+    def _head_routing(self, routing: Routing | None, sampling_rows: Ints) -> Routing | None:
+        """The routing of the rows that sample; None where no adapter of the step changes the head."""
+        if routing is None or self._head is None or not self._head.is_live(routing):
+            return None
+        if len(sampling_rows) == routing.num_rows:
+            return routing
+        return routing.select(sampling_rows.tolist())
+
+    def _routed(self, routing: Routing | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._wrapper is None else self._wrapper.routed(routing)
 
     def _to_device(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -124,13 +148,20 @@ def _device(setting: str) -> torch.device:
     return torch.device(setting)
 
 
+def _restrict_targets(config: DecoderConfig, lora_config: LoRAConfig) -> DecoderConfig:
+    if lora_config.adapt_embeddings:
+        return config
+    return replace(config, targets=tuple(target for target in config.targets if target.kind == "layer"))
+
+
 def _limit_length(config: DecoderConfig, max_model_len: int | None) -> DecoderConfig:
     if max_model_len is None:
         return config
     if max_model_len > config.max_model_len:
         raise ConfigError(
             f"max_model_len is {max_model_len}, and the model is made for {config.max_model_len} tokens "
-            "(max_position_embeddings in its config.json); lower max_model_len, or leave it unset"
+            "(max_position_embeddings in its config.json, or original_max_position_embeddings with longrope); "
+            "lower max_model_len, or leave it unset"
         )
     return replace(config, max_model_len=max_model_len)
 

@@ -8,27 +8,38 @@ Running requests come first, then waiting ones in order of arrival. Two rules ke
   the oldest such request has been passed over for `max_slot_wait_s`, a slot is set aside for it: an adapter in a slot
   admits nothing more until its running requests are done, and no other newcomer may take a slot before the adapter
   that waits. The requests of the drained adapter then wait their turn in the same way.
+
+An adapter whose files have to be read, or whose slot is being written, is not there yet: its requests are passed over
+too, and no slot is set aside for one that could not use it.
 """
 
 import itertools
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from lora_core.adapters import Readiness
 from lora_core.engine.blocks import BlockPool
 from lora_core.engine.request import Request, ScheduledBatch, ScheduledRow
+from lora_core.errors import AdapterLost
 from lora_core.types import AdapterRef
 
 
 class AdapterSlots(Protocol):
-    """What the scheduler asks of the adapter manager. Pins count: an adapter with a pin keeps its slot."""
+    """What the scheduler asks of the adapter manager (`LoRAManagerV3` says what each means).
 
+    `pin` and `unpin` count requests that run: an adapter with one keeps its slot. `is_pinned` is the operator's wish.
+    """
+
+    def prepare(self, ref: AdapterRef, /, *, take_slot: bool) -> Readiness: ...
     def can_activate(self, ref: AdapterRef, /) -> bool: ...
-    def activate_adapter(self, ref: AdapterRef, /) -> int: ...
+    def wants_slot(self, ref: AdapterRef, /) -> bool: ...
     def slot_of(self, ref: AdapterRef, /) -> int | None: ...
+    def is_pinned(self, ref: AdapterRef, /) -> bool: ...
+    def num_pins(self, ref: AdapterRef, /) -> int: ...
     def pin(self, ref: AdapterRef, /) -> None: ...
     def unpin(self, ref: AdapterRef, /) -> None: ...
 
@@ -107,7 +118,8 @@ class Scheduler:
         """Choose the next step's rows: running requests that decode, those still in their prompt, newly admitted ones.
 
         Their blocks are allocated and their adapters are in slots, pinned, when this returns. The caller runs the
-        rows, then advances `num_computed` by each row's `num_tokens` and appends what was sampled.
+        rows, then advances `num_computed` by each row's `num_tokens` and appends what was sampled. Waiting requests
+        whose adapter's files are lost are forgotten, and named in the batch.
         """
         self._grow_running()
         # Decoding requests first, one token each: a long prompt may slow answers that have begun, never stop them. The
@@ -118,7 +130,9 @@ class Scheduler:
             if budget and request.num_uncomputed > 1:
                 rows.append(ScheduledRow(request, min(budget, request.num_uncomputed)))
                 budget -= rows[-1].num_tokens
-        return ScheduledBatch(rows + self._admit(budget))
+        lost: dict[AdapterRef, AdapterLost] = {}
+        rows += self._admit(budget, lost)
+        return ScheduledBatch(rows, self._give_up(lost))
 
     def _grow_running(self) -> None:
         """Give every running request the blocks of its known tokens, oldest first, preempting from the newest end."""
@@ -145,21 +159,31 @@ class Scheduler:
             if not self._num_running[request.adapter]:
                 del self._num_running[request.adapter], self._slotted_s[request.adapter]
 
-    def _admit(self, budget: int) -> list[ScheduledRow]:
-        """Start waiting requests in order of arrival while tokens, seats and blocks last, passing over slot-waiters."""
+    def _admit(self, budget: int, lost: dict[AdapterRef, AdapterLost]) -> list[ScheduledRow]:
+        """Start waiting requests in order of arrival while tokens, seats and blocks last.
+
+        Those whose adapter is not ready are passed over; adapters whose files are lost are put into `lost`.
+        """
         self._update_reservation()
         rows: list[ScheduledRow] = []
-        passed_over: set[AdapterRef] = set()
+        # Of adapters that are not ready: whether a slot is what they lack.
+        waits_for_slot: dict[AdapterRef | None, bool] = {}
         for request in self._waiting:
             if not budget or len(self._running) >= self._max_num_seqs:
                 break
-            if request.adapter is not None and (request.adapter in passed_over or not self._has_slot(request.adapter)):
-                passed_over.add(request.adapter)
-                if request.passed_over_s is None:
-                    request.passed_over_s = self._clock()
+            adapter = request.adapter
+            if adapter in waits_for_slot:
+                self._pass_over(request, waits_for_slot[adapter])
                 continue
+            has_blocks = self._has_blocks(request)
+            if adapter is not None:
+                readiness = self._prepare(adapter, has_blocks, lost)
+                if readiness is not Readiness.READY:
+                    waits_for_slot[adapter] = readiness is Readiness.NO_SLOT
+                    self._pass_over(request, waits_for_slot[adapter])
+                    continue
             # Whoever waits for blocks waits at the head of the queue: smaller requests behind would keep it there.
-            if not self._has_blocks(request):
+            if not has_blocks:
                 break
             self._start(request)
             rows.append(ScheduledRow(request, min(budget, request.num_uncomputed)))
@@ -169,14 +193,43 @@ class Scheduler:
             self._waiting = [request for request in self._waiting if request.request_id not in started]
         return rows
 
-    def _has_slot(self, adapter: AdapterRef) -> bool:
-        """Whether a request of this adapter may start now: in a slot already, or one can be freed, and not reserved."""
-        if self._reservation is not None:
-            if adapter == self._reservation.draining:
-                return False
-            if adapter != self._reservation.waiting and self._slots.slot_of(adapter) is None:
-                return False
-        return self._slots.can_activate(adapter)
+    def _pass_over(self, request: Request, waits_for_slot: bool) -> None:
+        if waits_for_slot and request.passed_over_s is None:
+            request.passed_over_s = self._clock()
+
+    def _prepare(self, adapter: AdapterRef, has_blocks: bool, lost: dict[AdapterRef, AdapterLost]) -> Readiness:
+        """Bring the adapter of a waiting request nearer to a slot.
+
+        Returns:
+            READY if the request may start or, without blocks, could have its slot; NO_SLOT if it lacks one, also one
+            that is set aside for another; READING or WRITING if it will be there without more ado.
+        """
+        reservation = self._reservation
+        may_take_slot = reservation is None or adapter == reservation.waiting
+        try:
+            # A slot taken long before the request can run would be missing elsewhere.
+            readiness = self._slots.prepare(adapter, take_slot=may_take_slot and has_blocks)
+        except AdapterLost as error:
+            lost[adapter] = error
+            return Readiness.READING
+        if readiness in (Readiness.READING, Readiness.WRITING):
+            if reservation is not None and adapter == reservation.waiting:
+                self._reservation = None
+            return readiness
+        if reservation is not None and adapter == reservation.draining:
+            return Readiness.NO_SLOT
+        if readiness is Readiness.SLOT_AVAILABLE:
+            # With blocks it would have got the slot, were it not for another slot that is being written.
+            return Readiness.READY if may_take_slot and not has_blocks else Readiness.NO_SLOT
+        return readiness
+
+    def _give_up(self, lost: Mapping[AdapterRef, AdapterLost]) -> list[tuple[Request, AdapterLost]]:
+        """Forget the waiting requests of lost adapters."""
+        if not lost:
+            return []
+        given_up = [request for request in self._waiting if request.adapter in lost]
+        self._waiting = [request for request in self._waiting if request.adapter not in lost]
+        return [(request, lost[request.adapter]) for request in given_up if request.adapter is not None]
 
     def _has_blocks(self, request: Request) -> bool:
         # Each running request keeps a block to grow into, or admission and preemption would chase each other.
@@ -184,7 +237,6 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         if request.adapter is not None:
-            self._slots.activate_adapter(request.adapter)
             self._slots.pin(request.adapter)
             self._num_running[request.adapter] = self._num_running.get(request.adapter, 0) + 1
             self._slotted_s.setdefault(request.adapter, self._clock())
@@ -198,20 +250,26 @@ class Scheduler:
         return self._blocks.blocks_for(len(request.token_ids)) - len(request.block_table)
 
     def _update_reservation(self) -> None:
-        """Drop a reservation nobody waits for any more; make one once a request has been passed over for too long."""
+        """Drop a reservation that nobody could use; make one once a request has been passed over for too long."""
         if self._reservation is not None:
-            if any(request.adapter == self._reservation.waiting for request in self._waiting):
+            waiting = self._reservation.waiting
+            if self._slots.wants_slot(waiting) and any(request.adapter == waiting for request in self._waiting):
                 return
             self._reservation = None
         deadline_s = self._clock() - self._max_slot_wait_s
         for request in self._waiting:
-            overdue = request.passed_over_s is not None and request.passed_over_s <= deadline_s
-            if overdue and request.adapter is not None and not self._slots.can_activate(request.adapter):
-                self._reservation = _Reservation(waiting=request.adapter, draining=self._adapter_to_drain(deadline_s))
+            if request.adapter is None or request.passed_over_s is None or request.passed_over_s > deadline_s:
+                continue
+            if self._slots.wants_slot(request.adapter) and not self._slots.can_activate(request.adapter):
+                draining = self._adapter_to_drain(deadline_s)
+                if draining is not None:
+                    self._reservation = _Reservation(waiting=request.adapter, draining=draining)
                 return
 
-    def _adapter_to_drain(self, deadline_s: float) -> AdapterRef:
+    def _adapter_to_drain(self, deadline_s: float) -> AdapterRef | None:
         """The adapter to stop admitting: one that had its turn, with the fewest running requests, soonest done.
+
+        None if only pinned adapters run: their slots would not be given up.
 
         An adapter that came to its slot less than `max_slot_wait_s` ago is spared while there is another, or those
         that just got a slot would pay for one that keeps its own under steady load.
@@ -221,7 +279,7 @@ class Scheduler:
             longest = max(request.num_tokens_left for request in self._running if request.adapter == adapter)
             return self._slotted_s[adapter] > deadline_s, self._num_running[adapter], longest
 
-        return min(self._num_running, key=cost)
+        return min((ref for ref in self._num_running if not self._slots.is_pinned(ref)), key=cost, default=None)
 
     def check(self) -> None:
         """Assert that requests, blocks, slots and counts agree."""
@@ -239,5 +297,6 @@ class Scheduler:
         running = Counter(request.adapter for request in self._running if request.adapter is not None)
         assert running == self._num_running, f"{running} run and {self._num_running} are counted"
         assert running.keys() == self._slotted_s.keys(), f"{running} run and {self._slotted_s} have times"
-        for adapter in running:
+        for adapter, count in running.items():
             assert self._slots.slot_of(adapter) is not None, f"{adapter.name} runs without a slot"
+            assert self._slots.num_pins(adapter) == count, f"{adapter.name} has {count} requests and other pins"

@@ -3,8 +3,9 @@
 A step is flat: T token rows of several sequences, no batch dimension and no padding.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,32 @@ from torch import Tensor, nn
 
 from kernels.linear_cpu import PackedLinear
 from lora_core.engine.attention import AttentionMetadata, attend, write_kv
+from lora_core.models.norm import OffsetRMSNorm
+from lora_core.models.quantization import WeightQuantizer
+from lora_core.models.rotary import Rotary, RotaryTable, Rotation, rotate_
 from lora_core.targets import LoRATargetModule
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 """Functions of the gate, by the names transformers gives them."""
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """In what the layers of one model differ.
+
+    Attributes:
+        window: Tokens a token attends to, itself included; None: all before it.
+        rotary: Index of the layer's table in `rotary_tables`; None: queries and keys carry no position.
+    """
+
+    window: int | None = None
+    rotary: int | None = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,52 +48,107 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    layers: tuple[LayerConfig, ...]
+    """One for each decoder layer."""
+    rotary_tables: tuple[RotaryTable, ...]
+    max_model_len: int
+    """Longest text, in tokens; the rotary frequencies hold up to there."""
     norm_eps: float
     activation: str
     """A key of `ACTIVATIONS`."""
-    qkv_bias: bool
-    output_bias: bool
-    """Of the attention's output projection."""
-    mlp_bias: bool
+    attention_scale: float
+    """Factor on the scores."""
     tied_head: bool
     """The head's weight is the embedding's."""
-    rotary_frequencies: tuple[float, ...]
-    """Radians per position of each pair of channels, `head_dim / 2` of them."""
-    rotary_scale: float
-    """Factor on the rotation's cosine and sine."""
-    max_model_len: int
-    """Longest text, in tokens; the frequencies hold up to there."""
     targets: tuple[LoRATargetModule, ...]
-    """The linear layers that adapters may change, and how checkpoints store them."""
+    """The layers that adapters may change, and how checkpoints store them."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Of the attention's output projection."""
+    mlp_bias: bool = False
+    norm_offset: bool = False
+    """The weights of all norms are stored less 1."""
+    qk_norm: bool = False
+    """Each head's queries and keys are normalised before they are rotated."""
+    sandwich_norms: bool = False
+    """Attention and MLP are normalised behind as well as in front, before they join the residual stream."""
+    score_softcap: float | None = None
+    """Bound c on the attention's scores s, which become c * tanh(s / c)."""
+    logit_softcap: float | None = None
+    """The same for the logits."""
+    embedding_scale: float = 1.0
+    """Factor on the token embeddings."""
+    embedding_scale_rounded: bool = False
+    """The factor is first rounded to the model's data type."""
+    residual_scale: float = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    logit_divisor: float = 1.0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows of the layers, as `build_attention` takes them."""
+        return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """`(out_features, in_features)` of each projection, by its PEFT name."""
+        """`(out_features, in_features)` of each projection the targets cover, by its PEFT name."""
+        hidden, intermediate = self.hidden_size, self.intermediate_size
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
-            "q_proj": (query_size, self.hidden_size),
-            "k_proj": (kv_size, self.hidden_size),
-            "v_proj": (kv_size, self.hidden_size),
-            "o_proj": (self.hidden_size, query_size),
-            "gate_proj": (self.intermediate_size, self.hidden_size),
-            "up_proj": (self.intermediate_size, self.hidden_size),
-            "down_proj": (self.hidden_size, self.intermediate_size),
+        shapes = {
+            "embed_tokens": (hidden, self.vocab_size),
+            "q_proj": (query_size, hidden),
+            "k_proj": (kv_size, hidden),
+            "v_proj": (kv_size, hidden),
+            "qkv_proj": (query_size + 2 * kv_size, hidden),
+            "o_proj": (hidden, query_size),
+            "gate_proj": (intermediate, hidden),
+            "up_proj": (intermediate, hidden),
+            "gate_up_proj": (2 * intermediate, hidden),
+            "down_proj": (hidden, intermediate),
+            "lm_head": (self.vocab_size, hidden),
         }
+        return {projection: shapes[projection] for target in self.targets for projection in target.projections}
 
 
 class Linear(nn.Linear):
-    """A linear layer that can reorder its weight for the CPU's matrix kernels."""
+    """A linear layer whose weight can be quantised, or reordered for the CPU's matrix kernels."""
 
     _packed: PackedLinear | None = None
+    _quantizer: WeightQuantizer | None = None
+
+    def quantize(self, quantizer: WeightQuantizer) -> None:
+        """Replace the weight by a quantised one, which is a parameter of the same name and shape."""
+        assert self._packed is None, "a packed weight cannot be quantised"
+        quantizer.quantize_(self)
+        self._quantizer = quantizer
 
     def pack(self) -> None:
-        """Replace the weight by a reordered copy; the layer has no `weight` parameter from now on."""
-        self._packed = PackedLinear(self.weight.detach(), None if self.bias is None else self.bias.detach())
-        self.register_parameter("weight", None)
+        """Replace the weight by a reordered copy; the layer has no `weight` parameter from now on.
+
+        A quantised weight is in its own kernel's order already, and stays.
+        """
+        if self._quantizer is None:
+            self._packed = PackedLinear(self.weight.detach(), None if self.bias is None else self.bias.detach())
+            self.register_parameter("weight", None)
+
+    def dense_weight(self) -> Tensor:
+        """The weight the layer multiplies with, `[out_features, in_features]` in its dtype, however it is stored.
+
+        Plain: the layer's own tensor, not to be changed. Packed or quantised: a new one, which only the caller holds.
+        Any thread may ask while others multiply.
+        """
+        if self._packed is not None:
+            return self._packed.dense_weight()
+        weight = self.weight.detach()
+        return weight if self._quantizer is None else self._quantizer.dense(weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map `[T, in_features]` to a new tensor `[T, out_features]`."""
@@ -79,54 +157,47 @@ class Linear(nn.Linear):
         return F.linear(input, self.weight, self.bias)
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split order of transformers."""
-
-    frequencies: Tensor
-
-    def __init__(self, config: DecoderConfig, *, device: torch.device) -> None:
-        super().__init__()
-        self._scale = config.rotary_scale
-        frequencies = torch.tensor(config.rotary_frequencies, dtype=torch.float32, device=device)
-        self.register_buffer("frequencies", frequencies, persistent=False)
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for `rotate_`, each `[T, 1, head_dim]`, from int64 positions `[T]`."""
-        # In fp32 whatever the model's data type: bf16 cannot tell position 257 from 256.
-        angles = positions.float()[:, None, None] * self.frequencies
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
-
-
-def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate `heads` `[T, heads, head_dim]` in place, channel i together with channel i + head_dim / 2."""
-    partners = heads.roll(heads.shape[-1] // 2, -1)
-    heads.mul_(cos).addcmul_(partners, sin)
+def make_norm(config: DecoderConfig, size: int) -> nn.RMSNorm | OffsetRMSNorm:
+    """The model's norm over the last `size` channels."""
+    if config.norm_offset:
+        return OffsetRMSNorm(size, config.norm_eps)
+    return nn.RMSNorm(size, eps=config.norm_eps)
 
 
 class Attention(nn.Module):
     """Self-attention with one fused projection for queries, keys and values."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
         super().__init__()
+        self._rotary = layer.rotary
+        self._window = layer.window
+        self._softcap = config.score_softcap
+        self._scale = config.attention_scale
         self._num_heads = config.num_heads
         self._num_rotated = config.num_heads + config.num_kv_heads
         self._head_dim = config.head_dim
-        self._scale = config.head_dim**-0.5
         query_size = config.num_heads * config.head_dim
         fused_size = query_size + 2 * config.num_kv_heads * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, fused_size, bias=config.qkv_bias)
         self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
+        self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = make_norm(config, config.head_dim) if config.qk_norm else None
 
-    def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionMetadata, cache: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotations: Sequence[Rotation], attention: AttentionMetadata, cache: Tensor) -> Tensor:
         """Map `[T, hidden_size]` to the same, and add the step's keys and values to the layer's cache."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self._head_dim)
-        rotate_(heads[:, : self._num_rotated], *rotation)
         queries, key_values = heads[:, : self._num_heads], heads[:, self._num_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            keys = heads[:, self._num_heads : self._num_rotated]
+            queries.copy_(self.q_norm(queries))
+            keys.copy_(self.k_norm(keys))
+        if self._rotary is not None:
+            rotate_(heads[:, : self._num_rotated], rotations[self._rotary])
         write_kv(cache, key_values, attention)
-        out: Tensor = self.o_proj(attend(queries, key_values, cache, attention, scale=self._scale))
+        attended = attend(
+            queries, key_values, cache, attention, scale=self._scale, window=self._window, softcap=self._softcap
+        )
+        out: Tensor = self.o_proj(attended)
         return out
 
 
@@ -150,20 +221,39 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised residual stream."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self._residual_scale = config.residual_scale
+        self.input_layernorm = make_norm(config, config.hidden_size)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = GatedMLP(config)
 
-    def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionMetadata, cache: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotations: Sequence[Rotation], attention: AttentionMetadata, cache: Tensor) -> Tensor:
         """Map the residual stream `[T, hidden_size]` to the next layer's."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attention, cache)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        scale = self._residual_scale
+        x = torch.add(x, self.self_attn(self.input_layernorm(x), rotations, attention, cache), alpha=scale)
+        return torch.add(x, self.mlp(self.post_attention_layernorm(x)), alpha=scale)
+
+
+class SandwichLayer(DecoderLayer):
+    """A decoder layer whose attention and MLP stand between two norms each.
+
+    As checkpoints name them: `post_attention_layernorm` is behind the attention here, not in front of the MLP.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
+        super().__init__(config, layer)
+        self.pre_feedforward_layernorm = make_norm(config, config.hidden_size)
+        self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
+
+    def forward(self, x: Tensor, rotations: Sequence[Rotation], attention: AttentionMetadata, cache: Tensor) -> Tensor:
+        """Map the residual stream `[T, hidden_size]` to the next layer's."""
+        scale = self._residual_scale
+        attended = self.self_attn(self.input_layernorm(x), rotations, attention, cache)
+        x = torch.add(x, self.post_attention_layernorm(attended), alpha=scale)
+        out = self.mlp(self.pre_feedforward_layernorm(x))
+        return torch.add(x, self.post_feedforward_layernorm(out), alpha=scale)
 
 
 class DecoderStack(nn.Module):
@@ -171,19 +261,28 @@ class DecoderStack(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        self._embedding_scale = config.embedding_scale
+        self._scale_rounded = config.embedding_scale_rounded
+        layer_class = SandwichLayer if config.sandwich_norms else DecoderLayer
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.layers = nn.ModuleList(layer_class(config, layer) for layer in config.layers)
+        self.norm = make_norm(config, config.hidden_size)
 
     def forward(
-        self, input_ids: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionMetadata, kv_cache: list[Tensor]
+        self, input_ids: Tensor, rotations: Sequence[Rotation], attention: AttentionMetadata, kv_cache: list[Tensor]
     ) -> Tensor:
         """Map int64 token ids `[T]` to normalised hidden states `[T, hidden_size]`."""
         x = self.embed_tokens(input_ids)
+        if self._embedding_scale != 1:
+            x = x * self._scale_in(x.dtype)
         for layer, cache in zip(self.layers, kv_cache, strict=True):
-            x = layer(x, rotation, attention, cache)
+            x = layer(x, rotations, attention, cache)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _scale_in(self, dtype: torch.dtype) -> float:
+        scale = self._embedding_scale
+        return float(torch.tensor(scale, dtype=dtype)) if self._scale_rounded else scale
 
 
 class Decoder(nn.Module):
@@ -201,7 +300,7 @@ class Decoder(nn.Module):
         with torch.device(device):
             self.model = DecoderStack(config).to(dtype)
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False).to(dtype)
-        self.rotary = Rotary(config, device=device)
+        self.rotary = Rotary(config.rotary_tables, device=device)
         self.requires_grad_(False)
 
     @property
@@ -217,23 +316,23 @@ class Decoder(nn.Module):
         Args:
             input_ids: int64 `[T]`.
             positions: int64 `[T]`, of each token in its own sequence.
-            attention: The step's metadata, for the same T rows.
+            attention: The step's metadata, for the same T rows and the windows of `config`.
             kv_cache: One tensor for each layer (`KVLayout.shape`), changed in place.
 
         Returns:
             Normalised hidden states `[T, hidden_size]`; `logits` maps the rows that are needed.
         """
-        rotation = self.rotary(positions, self.dtype)
-        hidden: Tensor = self.model(input_ids, rotation, attention, kv_cache)
+        rotations = self.rotary(positions, self.dtype)
+        hidden: Tensor = self.model(input_ids, rotations, attention, kv_cache)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 `[rows, vocab_size]` from contiguous hidden states `[rows, hidden_size]`."""
         logits: Tensor = self.lm_head(hidden)
-        return logits.float()
-
-    def pack(self) -> None:
-        """Reorder the weights of all linear layers for the CPU's matrix kernels, one after the other."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        logits = logits.float()
+        # In place: the head's output is nobody else's, and as wide as the vocabulary.
+        if self.config.logit_divisor != 1:
+            logits.div_(self.config.logit_divisor)
+        if (softcap := self.config.logit_softcap) is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        return logits

@@ -1,8 +1,10 @@
 """A Hugging Face checkpoint to a decoder: safetensors read, every tensor accounted for, projections fused."""
 
+import ctypes
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -10,9 +12,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lora_core.config import Quantization
 from lora_core.errors import ConfigError
 from lora_core.models.architectures import decoder_config, read_hf_config
-from lora_core.models.decoder import Decoder, DecoderConfig, Rotary
+from lora_core.models.decoder import Decoder, DecoderConfig, Linear
+from lora_core.models.quantization import WeightQuantizer, plan_quantization
+from lora_core.models.rotary import Rotary
 from lora_core.targets import stack_weights
 
 WEIGHTS_FILE = "model.safetensors"
@@ -23,22 +28,34 @@ HEAD = "lm_head.weight"
 
 # Old checkpoints carry the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def load_decoder(
-    folder: Path, *, dtype: torch.dtype | None = None, device: torch.device, pack: bool
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device,
+    pack: bool,
+    quantization: Quantization = "none",
 ) -> tuple[Decoder, DecoderConfig]:
     """Build the decoder of a checkpoint folder and load its weights.
+
+    One decoder layer after the other is read, cast, fused, moved, and quantised or packed: beside the finished layers
+    and the mapped files, memory holds one layer.
 
     Args:
         folder: Has config.json and model.safetensors, or shards with their index.
         dtype: Data type of the decoder, to which each tensor is cast once; unset: the checkpoint's.
         device: Where the decoder runs.
-        pack: Reorder the weights for the CPU's matrix kernels; needs `device` to be a CPU.
+        pack: Reorder the weights that are not quantised for the CPU's matrix kernels; needs `device` to be a CPU.
+        quantization: Of the linear layers inside the decoder layers. The head is left alone, as transformers does it,
+            and with it an embedding it is tied to.
 
     Raises:
         UnsupportedModel: the architecture, or something its configuration asks for, is not served.
-        ConfigError: files are missing or damaged, or the tensors are not those the configuration describes.
+        ConfigError: files are missing or damaged, the tensors are not those the configuration describes, or they
+            cannot be quantised as asked.
     """
     hf_config = read_hf_config(folder)
     config = decoder_config(hf_config)
@@ -47,14 +64,17 @@ def load_decoder(
         dtype = _checkpoint_dtype(hf_config.dtype, checkpoint)
     # The structure alone: parameters become the loaded tensors, without a copy.
     decoder = Decoder(config, dtype=dtype, device=torch.device("meta"))
-    state = _decoder_state(checkpoint, config, dtype, device)
-    checkpoint.clear()
-    _check_state(state, decoder, folder)
-    decoder.load_state_dict(state, assign=True)
-    state.clear()
-    decoder.rotary = Rotary(config, device=device)
-    if pack:
-        decoder.pack()
+    for name in [name for name in checkpoint if _DERIVED.search(name)]:
+        del checkpoint[name]
+    is_tied = config.tied_head and _has_no_other_head(checkpoint)
+    if is_tied:
+        checkpoint.pop(HEAD, None)
+    _check_shapes(checkpoint, decoder, folder, is_tied)
+    quantizer = plan_quantization(quantization, _quantizable(decoder), dtype=dtype, device=device)
+    for part in _parts(checkpoint):
+        _load_part(part, decoder, dtype=dtype, device=device, is_tied=is_tied, quantizer=quantizer, pack=pack)
+        _return_free_memory()
+    decoder.rotary = Rotary(config.rotary_tables, device=device)
     return decoder.eval(), config
 
 
@@ -106,36 +126,29 @@ def _checkpoint_dtype(declared: object, checkpoint: Mapping[str, Tensor]) -> tor
     return next((tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()), torch.float32)
 
 
-def _decoder_state(
-    checkpoint: Mapping[str, Tensor], config: DecoderConfig, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """The decoder's parameters by name: cast, moved and fused."""
-    kept = {name: tensor for name, tensor in checkpoint.items() if not _DERIVED.search(name)}
+def _has_no_other_head(checkpoint: Mapping[str, Tensor]) -> bool:
+    # As transformers has it: a checkpoint that says tied, and has a head of its own that differs, is not tied.
+    if EMBEDDING not in checkpoint:
+        return False
+    return HEAD not in checkpoint or torch.equal(checkpoint[HEAD], checkpoint[EMBEDDING])
+
+
+def _check_shapes(checkpoint: Mapping[str, Tensor], decoder: Decoder, folder: Path, is_tied: bool) -> None:
     try:
-        stacked = stack_weights(kept, config.targets)
+        # On the meta device nothing is copied.
+        shapes = stack_weights({name: tensor.to("meta") for name, tensor in checkpoint.items()}, decoder.config.targets)
     except ValueError as error:
         raise ConfigError(f"{error}; download the base model again") from error
-    state: dict[str, Tensor] = {}
-    for name in list(stacked):
-        # What is read from a file is mapped, not copied. A server's weights must outlive the file, and one tensor in
-        # use would keep all of the file in memory.
-        state[name] = stacked.pop(name).to(device=device, dtype=dtype, copy=name in kept)
-    # As transformers has it: a checkpoint that says tied, and has a head of its own that differs, is not tied.
-    is_same = HEAD in state and EMBEDDING in state and torch.equal(state[HEAD], state[EMBEDDING])
-    if config.tied_head and EMBEDDING in state and (HEAD not in state or is_same):
-        state[HEAD] = state[EMBEDDING]
-    return state
-
-
-def _check_state(state: Mapping[str, Tensor], decoder: Decoder, folder: Path) -> None:
+    if is_tied:
+        shapes[HEAD] = shapes[EMBEDDING]
     expected = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
     faults = {
-        "it lacks": sorted(expected.keys() - state.keys()),
-        "it has tensors the model does not": sorted(state.keys() - expected.keys()),
+        "it lacks": sorted(expected.keys() - shapes.keys()),
+        "it has tensors the model does not": sorted(shapes.keys() - expected.keys()),
         "shapes differ": [
-            f"{name} {tuple(state[name].shape)} instead of {shape}"
+            f"{name} {tuple(shapes[name].shape)} instead of {shape}"
             for name, shape in expected.items()
-            if name in state and tuple(state[name].shape) != shape
+            if name in shapes and tuple(shapes[name].shape) != shape
         ],
     }
     found = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
@@ -143,6 +156,62 @@ def _check_state(state: Mapping[str, Tensor], decoder: Decoder, folder: Path) ->
         raise ConfigError(
             f"the weights in {folder} are not those its config.json describes: {found}; download the base model again"
         )
+
+
+def _quantizable(decoder: Decoder) -> dict[str, tuple[int, int]]:
+    layers = decoder.model.named_modules(prefix="model")
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers if isinstance(layer, Linear)}
+
+
+def _parts(checkpoint: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Take the checkpoint's tensors out of it: first those of no decoder layer, then one layer's after the other's."""
+    names: dict[int, list[str]] = {}
+    for name in checkpoint:
+        layer = _LAYER.search(name)
+        names.setdefault(int(layer[1]) if layer else -1, []).append(name)
+    for index in sorted(names):
+        yield {name: checkpoint.pop(name) for name in names[index]}
+
+
+def _load_part(
+    part: Mapping[str, Tensor],
+    decoder: Decoder,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_tied: bool,
+    quantizer: WeightQuantizer | None,
+    pack: bool,
+) -> None:
+    stacked = stack_weights(part, decoder.config.targets)
+    state: dict[str, Tensor] = {}
+    for name in list(stacked):
+        # What is read from a file is mapped, not copied. A server's weights must outlive the file, and one tensor in
+        # use would keep all of the file in memory.
+        state[name] = stacked.pop(name).to(device=device, dtype=dtype, copy=name in part)
+    if is_tied and EMBEDDING in state:
+        state[HEAD] = state[EMBEDDING]
+    decoder.load_state_dict(state, strict=False, assign=True)
+    modules = [decoder.get_submodule(path) for path in dict.fromkeys(name.rpartition(".")[0] for name in state)]
+    state.clear()
+    for layer in modules:
+        if not isinstance(layer, Linear):
+            continue
+        if quantizer is not None and layer is not decoder.lm_head:
+            layer.quantize(quantizer)
+        elif pack:
+            layer.pack()
+
+
+def _return_free_memory() -> None:
+    """Give the heap's free pages back to the system, where the C library can.
+
+    Plain weights and what quantising needs beside them are freed between the weights that stay. Below 32 MiB glibc
+    keeps such holes, which added up to more than the quantised weights of a small model.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -1,5 +1,6 @@
 """Ask an engine for answers to known prompts, step it, and gather what it says."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,21 @@ def ask(
     engine.add_request(GenerateRequest(request_id, PROMPTS[size], params, name))
 
 
-def make_engine(base: Path, adapters: Names, *, slots: int = 3, clock: Any = None, **settings: Any) -> LLMEngine:
+def make_engine(
+    base: Path,
+    adapters: Names,
+    *,
+    slots: int = 3,
+    clock: Any = None,
+    lora_settings: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> LLMEngine:
     lora = LoRAConfig(
         enable_lora=slots > 0,
         max_num_loras=max(slots, 1),
         max_lora_rank=8,
         lora_paths=tuple(f"{name}={path}" for name, path in adapters.items()) if slots else (),
+        **(lora_settings or {}),
     )
     config = EngineConfig(model=base, **{"dtype": "float32", "device": "cpu", "kv_cache_tokens": 1024, **settings})
     return LLMEngine(config, lora, **({} if clock is None else {"clock": clock}))

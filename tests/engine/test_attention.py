@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,14 @@ from torch import Tensor
 
 from lora_core.engine.attention import (
     AttentionMetadata,
-    KVCache,
-    KVLayout,
+    AttentionReads,
     SequenceSpan,
     attend,
     build_attention,
     token_positions,
     write_kv,
 )
+from lora_core.engine.kv_cache import KVCache, KVLayout
 
 CPU = torch.device("cpu")
 
@@ -47,11 +48,14 @@ class PagedBatch:
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.num_kv_heads, self.num_heads, self.head_dim = num_kv_heads, num_kv_heads * group, head_dim
         self.dtype = dtype
         self.scale = head_dim**-0.5
+        self.window, self.softcap = window, softcap
         counts = [math.ceil((past + new) / block_size) for past, new in lengths]
         self.layout = KVLayout(
             num_blocks=sum(counts) + 3, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim
@@ -67,7 +71,11 @@ class PagedBatch:
         self._write_past()
 
     def metadata(self) -> AttentionMetadata:
-        return build_attention([s.span for s in self.sequences], self.layout, dtype=self.dtype, device=CPU)
+        spans = [s.span for s in self.sequences]
+        return build_attention(spans, self.layout, windows=(self.window,), dtype=self.dtype, device=CPU)
+
+    def reads(self) -> AttentionReads:
+        return self.metadata().reads[self.window]
 
     def attend(self, layer: int = 1) -> Tensor:
         """The step's attention, as a decoder layer runs it."""
@@ -77,7 +85,9 @@ class PagedBatch:
         queries = torch.cat([s.queries for s in self.sequences])
         key_values = torch.cat([torch.cat((s.keys, s.values), 1)[-s.span.q_len :] for s in self.sequences])
         write_kv(self.cache.layers[layer], key_values, attention)
-        return attend(queries, key_values, self.cache.layers[layer], attention, scale=self.scale)
+        cache = self.cache.layers[layer]
+        features: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return attend(queries, key_values, cache, attention, **features)
 
     def expected(self) -> Tensor:
         return torch.cat([self._softmax_attention(s) for s in self.sequences])
@@ -110,9 +120,14 @@ class PagedBatch:
         keys = sequence.keys.double().repeat_interleave(group, 1)
         values = sequence.values.double().repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", sequence.queries.double(), keys) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         positions = torch.arange(sequence.span.kv_len)
-        future = positions > positions[-sequence.span.q_len :, None]
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        queried = positions[-sequence.span.q_len :, None]
+        excluded = positions > queried
+        if self.window is not None:
+            excluded |= queried - positions >= self.window
+        weights = scores.masked_fill(excluded, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
@@ -137,18 +152,18 @@ def test_equals_softmax_attention(lengths: list[tuple[int, int]]) -> None:
     check(PagedBatch(lengths))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), min_size=1, max_size=8),
     num_kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     block_size=st.sampled_from([1, 3, 4, 16]),
     seed=st.integers(0, 1000),
+    window=st.one_of(st.none(), st.integers(1, 50)),
+    softcap=st.sampled_from([None, 0.5, 3.0]),
 )
-def test_equals_softmax_attention_for_any_batch(
-    lengths: list[tuple[int, int]], num_kv_heads: int, group: int, block_size: int, seed: int
-) -> None:
-    check(PagedBatch(lengths, num_kv_heads=num_kv_heads, group=group, block_size=block_size, seed=seed))
+def test_equals_softmax_attention_for_any_batch(lengths: list[tuple[int, int]], **settings: Any) -> None:
+    check(PagedBatch(lengths, **settings))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
@@ -159,15 +174,68 @@ def test_half_precision_is_close(dtype: torch.dtype, tolerance: float) -> None:
 def test_decodes_of_very_different_lengths_are_padded_apart() -> None:
     """Thirty short texts are not padded to one long one."""
     batch = PagedBatch([*[(10, 1)] * 15, (900, 1), *[(10, 1)] * 15])
-    gathered = sum(group.pages.numel() for group in batch.metadata().decodes)
+    gathered = sum(group.pages.numel() for group in batch.reads().decodes)
     tokens = gathered * batch.layout.block_size // (2 * batch.num_kv_heads)
     assert tokens == 30 * 12 + 904
     check(batch)
 
 
 def test_decodes_of_near_lengths_share_one_group() -> None:
-    (group,) = PagedBatch([(10, 1), (30, 1), (20, 1)]).metadata().decodes
+    (group,) = PagedBatch([(10, 1), (30, 1), (20, 1)]).reads().decodes
     assert group.rows is None
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 13])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([(30, 1)], id="one decode"),
+        pytest.param([(3, 1), (30, 1), (12, 1), (7, 1)], id="decodes inside, at and past the window"),
+        pytest.param([(0, 20)], id="prompt"),
+        pytest.param([(17, 9), (2, 2), (8, 4)], id="chunks"),
+        pytest.param([(0, 5), (29, 1), (16, 12), (2, 1), (0, 14)], id="everything"),
+    ],
+)
+def test_windows_equal_softmax_attention(lengths: list[tuple[int, int]], window: int) -> None:
+    check(PagedBatch(lengths, window=window))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("lengths", [[(30, 1)], [(0, 9)], [(3, 1), (30, 1)], [(0, 5), (9, 1), (14, 3)]])
+def test_soft_capped_scores_equal_softmax_attention(lengths: list[tuple[int, int]], window: int | None) -> None:
+    batch = PagedBatch(lengths, window=window, softcap=0.5)
+    check(batch)
+    capped = batch.attend()
+    batch.softcap = None
+    assert (capped - batch.attend()).abs().max() > 1e-2
+
+
+def test_only_pages_inside_the_window_are_gathered() -> None:
+    batch = PagedBatch([(900, 1), (700, 1), (500, 6)], window=6)
+    reads = batch.reads()
+    (group,), (chunk,) = reads.decodes, reads.prefills
+    planes = 2 * batch.num_kv_heads
+    # Positions 895 to 900 and 695 to 700 are in three blocks of four, 495 to 505 in four.
+    assert group.pages.numel() == planes * 2 * 3
+    assert chunk.pages is not None
+    assert chunk.pages.numel() == planes * 4
+    check(batch)
+
+
+def test_a_prompt_inside_its_window_needs_no_mask() -> None:
+    assert PagedBatch([(0, 6)], window=6).reads().prefills[0].mask is None
+    assert PagedBatch([(0, 7)], window=6).reads().prefills[0].mask is not None
+    check(PagedBatch([(0, 7)], window=6))
+
+
+def test_windows_that_reach_past_every_sequence_cost_nothing() -> None:
+    spans = PagedBatch([(8, 4), (11, 1)]).sequences
+    layout = KVLayout(num_blocks=16, num_kv_heads=1, block_size=4, head_dim=8)
+    reads = build_attention(
+        [s.span for s in spans], layout, windows=(None, 12, 4096, 11), dtype=torch.float32, device=CPU
+    ).reads
+    assert reads[None] is reads[12] is reads[4096]
+    assert reads[11] is not reads[None]
 
 
 def test_a_step_touches_only_its_own_tokens() -> None:

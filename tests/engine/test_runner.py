@@ -2,70 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lora_core.config import EngineConfig, LoRAConfig
-from lora_core.engine.blocks import BlockPool
-from lora_core.engine.request import Request, ScheduledBatch, ScheduledRow
-from lora_core.engine.runner import ModelRunner
+from kernels import Routing
+from lora_core.engine.request import ScheduledBatch, ScheduledRow
 from lora_core.errors import ConfigError
 from lora_core.types import AdapterRef, LoRAStatus
-from tests.factories import reference_tokens, tiny_llama
-
-PROMPT = [5, 17, 90, 3, 44, 44, 21, 8, 101, 63, 2]
-
-
-class Driver:
-    """Runs requests greedily, as many tokens of each in a step as asked for."""
-
-    def __init__(self, base: Path, adapters: dict[str, Path] | None = None, **settings: Any) -> None:
-        adapters = adapters or {}
-        engine_config = EngineConfig(
-            model=base, **{"dtype": "float32", "device": "cpu", "block_size": 4, "kv_cache_tokens": 2048, **settings}
-        )
-        lora_config = LoRAConfig(enable_lora=bool(adapters), max_num_loras=max(1, len(adapters)), max_lora_rank=8)
-        self.runner = ModelRunner(engine_config, lora_config)
-        self.blocks = BlockPool(self.runner.num_blocks, engine_config.block_size)
-        self.refs: dict[str | None, AdapterRef | None] = {None: None}
-        for name, folder in adapters.items():
-            response = self.runner.manager.load_adapter(f"{name}={folder}")
-            assert response.status is LoRAStatus.SUCCESS, response.message
-            self.refs[name] = self.runner.manager.acquire(name)
-            self.runner.manager.activate_adapter(name)
-
-    def request(self, prompt: Sequence[int], adapter: str | None = None) -> Request:
-        return Request(
-            request_id=str(adapter),
-            token_ids=list(prompt),
-            num_prompt_tokens=len(prompt),
-            arrival=0,
-            adapter=self.refs[adapter],
-        )
-
-    def step(self, work: Sequence[tuple[Request, int]]) -> dict[int, Tensor]:
-        """Run the next tokens of requests; those that sample get their next token. Returns logits by `id(request)`."""
-        for request, num_tokens in work:
-            needed = self.blocks.blocks_for(request.num_computed + num_tokens) - len(request.block_table)
-            request.block_table += self.blocks.allocate(needed)
-        rows = self.runner.manager.sort_lora_batch([ScheduledRow(request, n) for request, n in work])
-        logits = self.runner.run(ScheduledBatch(rows))
-        sampling = [row.request for row in rows if row.samples]
-        assert logits.shape == (len(sampling), self.runner.config.vocab_size)
-        assert logits.dtype == torch.float32
-        for row in rows:
-            row.request.num_computed += row.num_tokens
-        for request, row_logits in zip(sampling, logits, strict=True):
-            request.token_ids.append(int(row_logits.argmax()))
-        return {id(request): row_logits for request, row_logits in zip(sampling, logits, strict=True)}
-
-    def finish(self, requests: Sequence[Request], n: int, *, chunk: int = 1000) -> None:
-        """Decode until each request has `n` output tokens; prompts run in chunks."""
-        while running := [request for request in requests if request.num_output_tokens < n]:
-            self.step([(request, min(chunk, request.num_uncomputed)) for request in running])
+from tests.engine.driver import PROMPT, Driver
+from tests.factories import make_adapter, reference_tokens, tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +141,36 @@ def test_every_block_of_the_cache_can_be_used(tiny_base: Path) -> None:
 def test_cuda_without_a_device_is_refused(tiny_base: Path) -> None:
     with pytest.raises(ConfigError, match="device is 'cuda'"):
         Driver(tiny_base, device="cuda")
+
+
+def test_the_head_has_a_routing_of_its_own_only_where_it_must(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {
+        name: make_adapter(tiny_base, tmp_path / name, targets=targets)
+        for name, targets in {"head": ("q_proj", "lm_head"), "layers": ("v_proj",)}.items()
+    }
+    driver = Driver(tiny_base, folders)
+    selected: list[list[int]] = []
+    plain_select = Routing.select
+
+    def select(routing: Routing, rows: Sequence[int]) -> Routing:
+        selected.append(list(rows))
+        return plain_select(routing, rows)
+
+    monkeypatch.setattr(Routing, "select", select)
+    base, head, layers = (driver.request(PROMPT[:6], name) for name in (None, "head", "layers"))
+    # Prompts: of 6 rows each, the last one samples; rows are sorted by slot, base rows last.
+    driver.step([(base, 6), (head, 6), (layers, 6)])
+    assert selected == [[5, 11, 17]]
+    # A chunk, of which no row samples, before rows that do.
+    other = driver.request(PROMPT[:6], "head")
+    driver.step([(other, 3), (layers, 1), (base, 1)])
+    assert selected[1:] == [[0, 4]]
+    del selected[:]
+    # Where every row samples the step's routing serves, and without a head to adapt there is none to make.
+    driver.step([(head, 1), (layers, 1), (base, 1)])
+    driver.step([(base, 1), (layers, 1)])
+    third = driver.request(PROMPT[:6], "layers")
+    driver.step([(third, 6), (base, 1)])
+    assert selected == []

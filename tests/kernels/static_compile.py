@@ -1,4 +1,4 @@
-"""Compile the SGMV kernels for a GPU that is not here, and judge what the assembler made of them.
+"""Compile the Triton kernels for a GPU that is not here, and judge what the assembler made of them.
 
 Run as `python -m tests.kernels.static_compile`, in a process of its own without TRITON_INTERPRET. It prints a row for
 each kernel and, last, one JSON line `{"kernels": [...], "failures": [...]}`; it exits with 1 if there are failures.
@@ -8,6 +8,7 @@ code judged is the code that runs: same tiles, same specialisation. The wheel's 
 """
 
 import collections
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from kernels.schedule import num_tiles
-from kernels.sgmv_launch import Launch, expand_launch, shrink_launch
+from kernels.sgmv_launch import Launch, expand_launch, gather_launch, scale_launch, shrink_launch
 from kernels.tuning import row_tile
 
 ARCHITECTURE = 90
@@ -86,9 +87,12 @@ class Report:
         rules = {
             "spills registers": self.spills or self.stack_bytes,
             f"uses more than {MAX_SHARED_BYTES} bytes of shared memory": self.shared_bytes > MAX_SHARED_BYTES,
-            # Exact fp32 products have no matrix instruction.
-            "has no matrix instruction": not self.matrix and " fp32 " not in self.kernel,
-            "has no 128-bit load": not self.wide_loads,
+            # Exact fp32 products have no matrix instruction, and these kernels have no product.
+            "has no matrix instruction": not (
+                self.matrix or " fp32 " in self.kernel or self.kernel.startswith(("gather", "scale"))
+            ),
+            # A tile's rows of A are as short as its rank.
+            "has no 128-bit load": not self.wide_loads and not self.kernel.startswith("gather"),
             "loads or stores 2 bytes at a time": self.narrow_accesses,
             # Assemblers before CUDA 13.3 get that wrong where it is pipelined, as the shrink's loop is.
             "multiplies registers inside a loop": self.kernel.startswith("shrink") and self.register_products,
@@ -134,6 +138,26 @@ def launches(site: Site, num_rows: int, num_slots: int, rank: int, dtype: torch.
     shape = f"{site.model} {site.name} {name} r={rank} T={num_rows} slots={num_slots}"
     yield f"shrink {shape}", shrink
     yield f"expand {shape}", expand
+
+
+def embedding_launches(
+    hidden: int, vocabulary: int, num_rows: int, num_slots: int, rank: int
+) -> Iterator[tuple[str, Launch]]:
+    """The launches of an embedding, and those of a gain on its output, at a step's shapes in bf16."""
+    block_m = row_tile(num_rows, num_slots)
+    shape = f"embedding {vocabulary} bf16 r={rank} T={num_rows} slots={num_slots}"
+    with torch.device("meta"):
+        tiles = torch.empty(num_tiles(num_rows, num_slots, block_m), 4, dtype=torch.int32)
+        ids = torch.empty(num_rows, dtype=torch.int64)
+        a_stack = torch.empty(num_slots, vocabulary, rank, dtype=torch.bfloat16)
+        b_stack = torch.empty(num_slots, hidden, rank, dtype=torch.bfloat16)
+        y = torch.empty(num_rows, hidden, dtype=torch.bfloat16)
+        bias, gain_stack = torch.empty(hidden, dtype=torch.bfloat16), torch.empty(num_slots, hidden)
+    planes, gather = gather_launch(ids, a_stack, tiles, block_m)
+    yield f"gather {shape}", gather
+    yield f"expand {shape}", expand_launch(planes, b_stack, y, tiles, block_m, [hidden])
+    yield f"scale {shape} bias", scale_launch(y, gain_stack, bias, tiles, block_m)
+    yield f"scale {shape}", scale_launch(y, gain_stack, None, tiles, block_m)
 
 
 def compile_launch(name: str, launch: Launch) -> Report:
@@ -185,9 +209,11 @@ def reports() -> Iterator[Report]:
         *((site, 8, 8, 8, bf16) for site in SMOLLM2),
         (SMOLLM2[0], 512, 8, 8, fp32),
     ]
-    for case in cases:
-        for name, launch in launches(*case):
-            yield compile_launch(name, launch)
+    embedding_cases = [(4096, 128256, 8, 8, 16), (4096, 128256, 2048, 8, 64), (576, 49152, 64, 64, 8)]
+    for name, launch in itertools.chain(
+        *(launches(*case) for case in cases), *(embedding_launches(*case) for case in embedding_cases)
+    ):
+        yield compile_launch(name, launch)
 
 
 def row(report: Report) -> str:

@@ -1,5 +1,7 @@
 """The packed linear layer against torch's own, packed and not."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,34 @@ def test_the_original_weight_may_change_after_packing() -> None:
     before = layer(x)
     weight.zero_()
     assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(96, 64), (1, 1), (33, 7), (70, 130)], ids=str)
+def test_the_dense_weight_is_the_original_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias = weight_and_bias(dtype, *shape)
+    layer = PackedLinear(weight.clone(), bias)
+    found = layer.dense_weight()
+    assert found.dtype == dtype
+    assert found.layout == torch.strided
+    assert torch.equal(found, weight)
+    if layer.is_packed:
+        x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+        before = layer(x)
+        found.zero_()
+        assert torch.equal(layer(x), before), "the layer reads the tensor it handed out"
+
+
+def test_the_dense_weight_may_be_asked_for_while_another_thread_multiplies() -> None:
+    weight, bias = weight_and_bias(torch.float32, 256, 192)
+    layer = PackedLinear(weight, bias)
+    x = torch.randn(3, 192)
+    expected = layer(x)
+    with ThreadPoolExecutor(2) as pool:
+        dense = [pool.submit(layer.dense_weight) for _ in range(50)]
+        products = [layer(x) for _ in range(50)]
+        assert all(torch.equal(future.result(), weight) for future in dense)
+    assert all(torch.equal(product, expected) for product in products)
 
 
 def test_without_onednn_the_plain_weight_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,3 +113,51 @@ def test_no_shorter_table_would_do() -> None:
     groups = [Group(slot, slot, slot + 1) for slot in range(7)] + [Group(7, 7, 7 + 1 + 3 * 16)]
     used = len(tile_table(groups, [1] * 8, 16, 0)) // 4
     assert used == num_tiles(groups[-1].stop, 8, 16)
+
+
+def test_a_part_of_the_step_has_the_groups_of_the_slots_asked_for() -> None:
+    routing = build_routing([4, 3, 2, 0], [0, 2, 5, 6, 9], [8, 8, 8, 0, 8], num_rows=10, max_groups=5, device=CPU)
+    # Slot 3 has no rank: its rows are those of no adapter.
+    assert routing.slots == {0, 2, 4}
+    assert [tensor.tolist() for tensor in routing.row_slots] == [[0, 1, 5, 6, 7, 8], [4, 4, 2, 0, 0, 0]]
+    assert routing.among(frozenset({0, 2, 4, 1})) is routing
+    part = routing.among(frozenset({2, 0, 1}))
+    assert part is not None
+    assert part.groups == (Group(2, 5, 6), Group(0, 6, 9))
+    assert part.slots == {0, 2}
+    assert [(piece.start, piece.stop) for piece in part.pieces] == [(5, 6), (6, 9)]
+    # Equal parts are cut once a step.
+    assert routing.among(frozenset({0, 2})) is part
+    assert routing.among(frozenset({1, 3})) is None
+    assert routing.among(frozenset()) is None
+    nothing = build_routing([], [0], [8], num_rows=3, max_groups=1, device=CPU)
+    assert nothing.among(frozenset({0})) is None
+
+
+def test_with_a_tile_table_a_part_is_the_whole_step() -> None:
+    routing = build_routing([1, 0], [0, 2, 5], [8, 8], num_rows=6, max_groups=2, device=CPU, block_m=8)
+    assert routing.among(frozenset({1})) is routing
+    assert routing.among(frozenset({2})) is None
+
+
+@pytest.mark.parametrize("block_m", [None, 8])
+@pytest.mark.parametrize(
+    ("rows", "offsets"),
+    [
+        ([1, 4, 7, 8, 9], [0, 1, 2, 3]),
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 2, 5, 8]),
+        ([3, 9], [0, 0, 1, 1]),
+        ([8, 9], [0, 0, 0, 0]),
+        ([], [0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_some_rows_are_routed_as_they_were(rows: list[int], offsets: list[int], block_m: int | None) -> None:
+    routing = build_routing([2, 1, 0], [0, 2, 5, 8], [4, 8, 2], num_rows=10, max_groups=4, device=CPU, block_m=block_m)
+    selected = routing.select(rows)
+    slot_of = {row: group.slot for group in routing.groups for row in range(group.start, group.stop)}
+    found = {row: group.slot for group in selected.groups for row in range(group.start, group.stop)}
+    assert found == {place: slot_of[row] for place, row in enumerate(rows) if row in slot_of}
+    assert selected.grouped_offsets.tolist() == [*offsets, offsets[-1]]
+    assert (selected.num_rows, selected.slot_ranks) == (len(rows), routing.slot_ranks)
+    assert (selected.tiles is None) == (routing.tiles is None)

@@ -5,7 +5,6 @@ Scratch memory comes filled with NaN, and so does everything that may not matter
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import sgmv_expand, sgmv_shrink
 from tests.kernels import interpreter
@@ -18,15 +17,8 @@ MIXED_RANKS = [16, 8, 1, 16, 5, 12, 0, 3]
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory from torch.empty holds NaN, so that reading what was never written shows."""
-    plain_empty = torch.empty
-
-    def poisoned(*args: object, **options: object) -> Tensor:
-        tensor: Tensor = plain_empty(*args, **options)  # type: ignore[call-overload]
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+def _scratch(poisoned_scratch: None) -> None:
+    """Memory from torch.empty holds NaN."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""What the SGMV kernels compile to for a Hopper GPU; needs triton's compiler and no GPU."""
+"""What the Triton kernels compile to for a Hopper GPU; needs triton's compiler and no GPU."""
 
 import json
 import os
@@ -26,6 +26,6 @@ def test_kernels_compile_to_matrix_instructions_without_spills(
     record_property("kernels", summary["kernels"])
     assert summary["failures"] == []
     assert result.returncode == 0, result.stderr
-    assert len(summary["kernels"]) >= 20
+    assert len(summary["kernels"]) >= 30
     # The prefill expand multiplies registers, outside a loop: the rule against it inside one does see them.
     assert any(kernel["register_products"] for kernel in summary["kernels"])

@@ -1,7 +1,7 @@
 """A tiny model with fused and plain targets, and adapter folders for it, written without PEFT."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lora_core.config import LoRAConfig
 from lora_core.manager import LoRAManagerV3
-from lora_core.targets import LoRATargetModule
+from lora_core.module_weights import ModuleWeights
+from lora_core.targets import EMBEDDING_TARGET, HEAD_TARGET, LoRASite, LoRATargetModule, lora_sites
 
-HIDDEN, KV, INTERMEDIATE, NUM_LAYERS = 16, 8, 24, 2
+HIDDEN, KV, INTERMEDIATE, NUM_LAYERS, VOCABULARY = 16, 8, 24, 2, 29
 
 RANK = 8
 """Rank that the managers of these tests pad to."""
@@ -35,6 +36,16 @@ PROJECTIONS = {
     "up_proj": (INTERMEDIATE, HIDDEN),
     "down_proj": (HIDDEN, INTERMEDIATE),
 }
+
+
+LM_TARGETS = (HEAD_TARGET, *TARGETS, EMBEDDING_TARGET)
+"""Those of `TinyLM`, in an order that is not the sites'."""
+
+LM_PROJECTIONS = {**PROJECTIONS, "embed_tokens": (HIDDEN, VOCABULARY), "lm_head": (VOCABULARY, HIDDEN)}
+
+LM_SITES = lora_sites(LM_TARGETS, LM_PROJECTIONS, NUM_LAYERS)
+
+LM_MODULES = tuple(module for site in LM_SITES for module in site.modules)
 
 
 class Attention(nn.Module):
@@ -104,6 +115,85 @@ class TinyModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.model(x)
         return y
+
+
+class TokenBody(Body):
+    """The embedding beside the decoder layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(self.embed_tokens(ids))
+
+
+class TinyLM(nn.Module):
+    """Maps token ids `[T]` to logits `[T, VOCABULARY]`, every row for itself, by the same random weights each time."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = TokenBody()
+            self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.model(ids))
+        return logits
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """An adapter of `TinyLM` as slots take it, the scale in B."""
+
+    rank: int
+    modules: Mapping[str, ModuleWeights]
+
+    def module(self, name: str) -> ModuleWeights | None:
+        return self.modules.get(name)
+
+    def merged(self, *, tied: bool = False) -> TinyLM:
+        """The dense truth: every weight is (1 + gain) * W + B @ A, and its bias stays; a tied weight becomes two."""
+        model = TinyLM(tied=tied)
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        with torch.no_grad():
+            for site in LM_SITES:
+                prefix = "" if site.kind == "head" else "model."
+                rows = model.get_parameter(f"{prefix}{site.name}.weight")
+                # A token's embedding is a row of the weight, and channels are its columns.
+                weight = rows.T if site.kind == "embedding" else rows
+                for part, module in zip(torch.split(weight, list(site.slices)), site.modules, strict=True):
+                    if module in self.modules:
+                        a, b, gain = self.modules[module]
+                        part *= 1 if gain is None else 1 + gain[:, None]
+                        part += b @ (a.T if site.kind == "embedding" else a)
+        return model
+
+
+def host_adapter(
+    seed: int, rank: int, modules: Collection[str] = LM_MODULES, gains: Collection[str] = ()
+) -> HostAdapter:
+    """A random adapter of some modules, with gains in some of them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def weights(site: LoRASite, name: str, width: int) -> ModuleWeights:
+        a = torch.randn(rank, site.in_features, generator=generator) * 0.3
+        b = torch.randn(width, rank, generator=generator) * 0.3
+        gain = torch.randn(width, generator=generator) * 0.3
+        return ModuleWeights(a.T.contiguous() if site.kind == "embedding" else a, b, gain if name in gains else None)
+
+    return HostAdapter(
+        rank,
+        {
+            name: weights(site, name, width)
+            for site in LM_SITES
+            for name, width in zip(site.modules, site.slices, strict=True)
+            if name in modules
+        },
+    )
 
 
 def random_rows(num_rows: int) -> Tensor:

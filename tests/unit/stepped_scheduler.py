@@ -2,11 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from lora_core.adapters import AdapterTable
+from lora_core.adapter_record import AdapterRecord, FolderStamp
+from lora_core.adapters import AdapterTable, Readiness
 from lora_core.engine.blocks import BlockPool
 from lora_core.engine.request import Request, ScheduledBatch
 from lora_core.engine.scheduler import Scheduler
+from lora_core.errors import AdapterLost
 from lora_core.messages import SamplingParams
 from lora_core.types import AdapterRef
 
@@ -14,23 +17,85 @@ VOCAB = 251
 STEP_S = 0.1
 
 
-class Slots(AdapterTable[str]):
-    """The adapter table behind the manager's name for activation, counting pins."""
+SIZE = 10
+"""Bytes of every adapter's tensors."""
 
-    def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
-        self.pins: Counter[AdapterRef] = Counter()
 
-    def activate_adapter(self, ref: AdapterRef) -> int:
-        return self.activate(ref).slot
+def record(name: str, num_bytes: int = SIZE) -> AdapterRecord:
+    """What describes an adapter that no folder holds."""
+    return AdapterRecord(
+        path=Path("/adapters", name),
+        stamp=FolderStamp((), False),
+        content_hash=name,
+        num_bytes=num_bytes,
+        rank=1,
+        ranks={"module": 1},
+        phases_s={},
+    )
 
-    def pin(self, ref: AdapterRef) -> None:
-        super().pin(ref)
-        self.pins[ref] += 1
 
-    def unpin(self, ref: AdapterRef) -> None:
-        super().unpin(ref)
-        self.pins[ref] -= 1
+class Slots:
+    """The adapter table behind the manager's names; reads and slot writes take so many steps.
+
+    Args:
+        num_slots: Slots.
+        host_adapters: Adapters that host memory holds.
+        read_steps: Steps that a read takes; one is done at a time.
+        write_steps: Steps that a write takes; 0 is at once.
+    """
+
+    def __init__(self, num_slots: int, host_adapters: int, read_steps: int, write_steps: int) -> None:
+        self.table: AdapterTable[str] = AdapterTable(num_slots, host_adapters * SIZE)
+        self.read_steps, self.write_steps = read_steps, write_steps
+        self.reads: list[AdapterRef] = []
+        self.lost: set[str] = set()
+        self.can_activate = self.table.can_activate
+        self.wants_slot = self.table.wants_slot
+        self.slot_of = self.table.slot_of
+        self.is_pinned = self.table.is_pinned
+        self.num_pins = self.table.num_pins
+        self.pin = self.table.pin
+        self.unpin = self.table.unpin
+        self._reading: tuple[AdapterRef, int] | None = None
+        self._writes: dict[AdapterRef, int] = {}
+
+    def adapter(self, name: str) -> AdapterRef:
+        found = self.table.find(name)
+        return self.table.add(name, record(name), name) if found is None else found[0]
+
+    def prepare(self, ref: AdapterRef, *, take_slot: bool) -> Readiness:
+        found = self.table.prepare(ref, take_slot=take_slot and not self._writes)
+        if found.slot is None:
+            return found.readiness
+        assert found.tensors == ref.name
+        self._writes[ref] = self.write_steps
+        return Readiness.READY if self._write(ref) else Readiness.WRITING
+
+    def advance(self) -> None:
+        """What happens between two steps."""
+        for ref in list(self._writes):
+            self._write(ref)
+        if self._reading is None and (job := self.table.next_read()) is not None:
+            self.reads.append(job[0])
+            self._reading = job[0], self.read_steps
+        if self._reading is not None:
+            ref, left = self._reading
+            self._reading = (ref, left - 1) if left > 1 else None
+            if left <= 1 and ref.name in self.lost:
+                self.table.fail_read(ref, AdapterLost(f"{ref.name} is lost"))
+            elif left <= 1:
+                self.table.end_read(ref, ref.name)
+
+    def _write(self, ref: AdapterRef) -> bool:
+        if not self.table.is_writing(ref):
+            del self._writes[ref]
+            return False
+        self._writes[ref] -= 1
+        if self._writes[ref] > 0:
+            return False
+        del self._writes[ref]
+        self.table.finish_write(ref)
+        return True
 
 
 def next_token(text: list[int], adapter: AdapterRef | None) -> int:
@@ -53,6 +118,7 @@ class Outcome:
     request: Request
     started_s: float | None = None
     finished_s: float | None = None
+    error: AdapterLost | None = None
 
 
 @dataclass
@@ -66,12 +132,15 @@ class SteppedScheduler:
     max_num_batched_tokens: int = 16
     max_slot_wait_s: float = 2.0
     checks: bool = True
+    host_adapters: int = 10**6
+    read_steps: int = 1
+    write_steps: int = 0
     now_s: float = 0.0
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     history: list[ScheduledBatch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.num_slots)
+        self.slots = Slots(self.num_slots, self.host_adapters, self.read_steps, self.write_steps)
         self.blocks = BlockPool(self.num_blocks, self.block_size)
         self.scheduler = Scheduler(
             self.blocks,
@@ -85,8 +154,7 @@ class SteppedScheduler:
         self.live: list[Request] = []
 
     def adapter(self, name: str) -> AdapterRef:
-        found = self.slots.find(name)
-        return self.slots.add(name, name) if found is None else found[0]
+        return self.slots.adapter(name)
 
     def add(self, name: str | None, prompt: int = 3, max_tokens: int = 4) -> Request:
         arrival = len(self.outcomes)
@@ -96,7 +164,7 @@ class SteppedScheduler:
             num_prompt_tokens=prompt,
             arrival=arrival,
             sampling=SamplingParams(max_tokens=max_tokens),
-            adapter=None if name is None else self.adapter(name),
+            adapter=None if name is None else self.slots.table.acquire(self.adapter(name).name),
         )
         self.outcomes[request.request_id] = Outcome(request)
         self.live.append(request)
@@ -105,12 +173,21 @@ class SteppedScheduler:
 
     def abort(self, request: Request) -> None:
         self.scheduler.abort(request)
-        self.live.remove(request)
+        self._forget(request)
         self.check()
 
+    def _forget(self, request: Request) -> None:
+        self.live.remove(request)
+        if request.adapter is not None:
+            self.slots.table.release(request.adapter)
+
     def step(self) -> ScheduledBatch:
+        self.slots.advance()
         batch = self.scheduler.schedule()
         self.history.append(batch)
+        for request, error in batch.lost:
+            self.outcomes[request.request_id].error = error
+            self._forget(request)
         self.check()
         assert batch.num_tokens <= self.max_num_batched_tokens
         assert len(batch.rows) <= self.max_num_seqs
@@ -137,7 +214,7 @@ class SteppedScheduler:
             if request.finish_reason(frozenset()) is not None:
                 outcome.finished_s = self.now_s
                 self.scheduler.finish(request)
-                self.live.remove(request)
+                self._forget(request)
 
     def _cell(self, request: Request, place: int) -> tuple[int, int]:
         return request.block_table[place // self.block_size], place % self.block_size
@@ -150,17 +227,23 @@ class SteppedScheduler:
             self.step()
         assert not self.live, f"{len(self.live)} requests are not done after {max_steps} steps"
         assert self.blocks.num_free == self.num_blocks
-        assert not +self.slots.pins
+        assert self.num_pins() == {}
         assert self.scheduler.schedule().rows == []
 
     def check(self) -> None:
         if not self.checks:
             return
         self.scheduler.check()
-        self.slots.check()
+        self.slots.table.check()
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
         running = Counter(r.adapter for r in self.live if r.adapter is not None and r.block_table)
-        assert running == +self.slots.pins
+        assert running == self.num_pins()
+
+    def num_pins(self) -> dict[AdapterRef, int]:
+        """Pins of the adapters that have some."""
+        refs = {outcome.request.adapter for outcome in self.outcomes.values()}
+        pins = {ref: self.slots.table.num_pins(ref) for ref in refs if ref is not None}
+        return {ref: count for ref, count in pins.items() if count}
 
     def assert_exact(self, request: Request) -> None:
         prompt = request.token_ids[: request.num_prompt_tokens]

@@ -1,20 +1,20 @@
 """`AdapterFollower` against the real router, reached without Ray, over a line that can be cut."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.fleet import Registration, ReplicaUnknown
-from cluster.registry import Change
+from cluster.changes import Change
+from cluster.fleet import Applied, Registration, ReplicaUnknown
 from deployments import adapter_follower
 from deployments.adapter_follower import AdapterFollower
 from deployments.router import AdapterRouter
 from lora_core.errors import ConfigError, EngineDead, RequestTimeout
 from lora_core.messages import Residency
-from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
+from lora_core.types import AdapterRef, LoadReport, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 
 
 class Engine:
@@ -27,22 +27,32 @@ class Engine:
         self.gate.set()
         self.dead = False
         self.fault: Exception | None = None
+        self.fault_of: LoRAOperation | None = None
+        self.content_hash = "as on every node"
 
     async def apply(self, request: LoRARequest) -> LoRAResponse:
         await self.gate.wait()
         if self.dead:
             raise EngineDead("gone")
-        if self.fault is not None:
+        if self.fault is not None and self.fault_of in (None, request.operation):
             raise self.fault
         self.done.append((request.operation.value, request.lora_name))
+        if request.operation in (LoRAOperation.PIN, LoRAOperation.UNPIN):
+            return LoRAResponse(LoRAStatus.SUCCESS, "done")
         if request.operation is LoRAOperation.UNLOAD:
             if self.loaded.pop(request.lora_name, None) is None:
                 return LoRAResponse(LoRAStatus.UNLOAD_NAME_NONEXISTENT, "unknown")
             return LoRAResponse(LoRAStatus.SUCCESS, "unloaded")
         if request.lora_path is not None and "bad" in request.lora_path:
             return LoRAResponse(LoRAStatus.LOAD_INVALID_ADAPTER, "its files are bad")
+        if request.content_hash not in (None, self.content_hash):
+            return LoRAResponse(LoRAStatus.LOAD_INVALID_ADAPTER, "its files are other ones")
+        assert request.generation is not None
         self.loaded[request.lora_name] = request.generation
-        return LoRAResponse(LoRAStatus.SUCCESS, "loaded")
+        report = LoadReport(
+            generation=request.generation, content_hash=self.content_hash, num_modules=1, ranks={4: 1}, num_bytes=64
+        )
+        return LoRAResponse(LoRAStatus.SUCCESS, "loaded", report)
 
 
 class Line:
@@ -61,8 +71,10 @@ class Line:
             raise ConnectionError(f"{method}: the line is cut")
         return await getattr(self.router, method)(*args)
 
-    async def register(self, replica_id: str, holding: Mapping[str, int] | None = None) -> Registration:
-        registration: Registration = await self._call("register", replica_id, holding)
+    async def register(
+        self, replica_id: str, holding: Mapping[str, int] | None = None, pinned: Collection[str] = ()
+    ) -> Registration:
+        registration: Registration = await self._call("register", replica_id, holding, pinned)
         return registration
 
     async def heartbeat(self, replica_id: str) -> None:
@@ -72,8 +84,9 @@ class Line:
         changes: list[Change] = await self._call("wait_changes", replica_id, since_epoch, timeout_s)
         return changes
 
-    async def acknowledge(self, replica_id: str, epoch: int, results: Mapping[str, LoRAResponse]) -> None:
-        await self._call("acknowledge", replica_id, epoch, results)
+    async def acknowledge(self, replica_id: str, epoch: int, applied: Applied) -> list[Change]:
+        unloads: list[Change] = await self._call("acknowledge", replica_id, epoch, applied)
+        return unloads
 
     async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None:
         await self._call("report_residency", replica_id, residency, num_slots)
@@ -156,6 +169,69 @@ async def test_a_refused_adapter_of_the_configuration_is_fatal_and_named(fleet: 
     await fleet.restart_router()
     with pytest.raises(ConfigError, match=r"'wrong'.*its files are bad"):
         await fleet.follower.join()
+
+
+async def test_files_that_changed_since_do_not_keep_a_replica_from_starting(fleet: Fleet) -> None:
+    fleet.settings["lora_paths"] = ["a=/a", "b=/b"]
+    await fleet.restart_router()
+    await fleet.join()
+    await fleet.router.load("run-time", "/r")
+    late = Engine()
+    late.content_hash = "other files"
+    follower = AdapterFollower(fleet.line, late.apply, "replica-2", num_slots=4)
+    await follower.join()
+    assert late.loaded == {}
+    assert follower.refusal("a") == "its files are other ones"
+    assert fleet.follower.refusal("a") is None
+    assert (await fleet.router.table()).replicas["replica-2"].refused == {"a", "b", "run-time"}
+    await follower.close()
+
+
+async def test_a_replica_with_other_files_than_those_that_were_loaded_meanwhile_gives_them_up(fleet: Fleet) -> None:
+    fleet.settings["lora_paths"] = ["a=/a"]
+    await fleet.restart_router()
+    other = Engine()
+    other.content_hash = "other files"
+    other.gate.clear()
+    follower = AdapterFollower(fleet.line, other.apply, "replica-2", num_slots=4)
+    joining = asyncio.create_task(follower.join())
+    await until(lambda: fleet.line.calls == ["register"])
+    await fleet.follower.join()
+    other.gate.set()
+    await joining
+    assert other.done == [("load", "a"), ("unload", "a")]
+    assert other.loaded == {}
+    assert follower.refusal("a") is not None
+    assert (await fleet.router.table()).replicas["replica-2"].refused == {"a"}
+    await follower.close()
+
+
+async def test_pins_are_applied_and_told_to_a_router_that_restarts(fleet: Fleet) -> None:
+    await fleet.join()
+    await fleet.router.load("a", "/a")
+    assert (await fleet.router.pin("a")).status is LoRAStatus.SUCCESS
+    await fleet.restart_router()
+    assert (await fleet.router.load("b", "/b")).status is LoRAStatus.SUCCESS
+    assert fleet.engine.done == [("load", "a"), ("pin", "a"), ("load", "b")], "nothing was done twice"
+    late = Engine()
+    follower = AdapterFollower(fleet.line, late.apply, "replica-2", num_slots=4)
+    await follower.join()
+    assert late.done == [("load", "a"), ("load", "b"), ("pin", "a")]
+    await follower.close()
+
+
+async def test_a_load_that_was_not_answered_in_time_does_not_come_into_effect_later(fleet: Fleet) -> None:
+    await fleet.join()
+    await fleet.router.load("a", "/old")
+    fleet.engine.fault, fleet.engine.fault_of = RequestTimeout("no answer within 300 s"), LoRAOperation.LOAD
+    outcome = await fleet.router.load("a", "/new", load_inplace=True)
+    assert outcome.status is LoRAStatus.LOAD_ERROR
+    assert "no answer within 300 s" in outcome.message
+    fleet.engine.fault = None
+    assert fleet.engine.loaded.keys() == {"a"}
+    assert (await fleet.router.load("b", "/b")).status is LoRAStatus.SUCCESS
+    # At once by the replica itself, then as the router actor undoes the load everywhere.
+    assert fleet.engine.done == [("load", "a"), *[("unload", "a\x1freplacement")] * 2, ("load", "b")]
 
 
 async def test_a_router_that_lost_everything_but_its_journal_is_joined_again(fleet: Fleet) -> None:

@@ -1,68 +1,107 @@
-"""The table of loaded adapters: names, generations, users, and the slots they hold."""
+"""The table of loaded adapters: names, generations, users, pins, tiers, and the slots they hold."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lora_core.adapters import Activation, AdapterTable
-from lora_core.errors import AdapterNameTaken, AdapterNotFound
+from lora_core.adapters import READ_AHEAD, AdapterTable, PinRefused, Readiness
+from lora_core.errors import AdapterLost, AdapterNameTaken, AdapterNotFound
 from lora_core.slots import NoFreeSlot
 from lora_core.types import AdapterRef
+from tests.unit.stepped_scheduler import SIZE, record
 
-Table = AdapterTable[str]
+
+class Table(AdapterTable[str]):
+    """A table of adapters of one size; the name is what is loaded as tensors unless said."""
+
+    def __init__(self, num_slots: int, host_adapters: int = 100) -> None:
+        super().__init__(num_slots, host_adapters * SIZE)
+
+    def load(self, name: str, tensors: str | None = None, generation: int | None = None) -> AdapterRef:
+        return self.add(name, record(name), tensors or name, generation)
+
+    def put(self, ref: AdapterRef) -> int:
+        """Activate: assign a slot and write it, or refresh the one there is."""
+        slot = self.use_slot(ref)
+        if slot is None:
+            slot = self.assign(ref)
+            self.finish_write(ref)
+        return slot
+
+    def read(self, ref: AdapterRef) -> None:
+        """Let the next read, which must be of this adapter, end well."""
+        job = self.next_read()
+        assert job is not None
+        assert job[0] == ref
+        self.end_read(ref, ref.name)
+
+    def start(self, ref: AdapterRef) -> Readiness:
+        """Prepare for a request, and write the slot if there is one."""
+        found = self.prepare(ref)
+        if found.slot is None:
+            return found.readiness
+        self.finish_write(ref)
+        return self.prepare(ref).readiness
+
+
+# Names, generations, users
 
 
 def test_a_retired_adapter_lives_until_its_last_release() -> None:
     table = Table(2)
-    table.add("a", "old weights")
+    table.load("a", "old weights")
     first, second = table.acquire("a"), table.acquire("a")
     assert first == second
-    table.activate(first)
+    table.put(first)
     assert table.retire("a") == 2
+    assert table.retired() == [first]
     with pytest.raises(AdapterNotFound):
         table.acquire("a")
-    assert table.activate(first).model == "old weights"
+    assert table.tensors_of(first) == "old weights"
     table.release(first)
     assert table.slot_of(first) == 0
     table.release(second)
     assert table.slot_of(first) is None
+    assert table.tensors_of(first) is None
+    assert table.retired() == []
     with pytest.raises(KeyError, match="not loaded"):
-        table.activate(first)
+        table.assign(first)
 
 
 def test_a_name_loaded_again_is_another_adapter() -> None:
     table = Table(2)
-    old = table.add("a", "old weights")
+    old = table.load("a", "old weights")
     table.acquire("a")
-    table.activate("a")
+    table.put(old)
     table.retire("a")
-    new = table.add("a", "new weights")
+    new = table.load("a", "new weights")
     assert new.generation != old.generation
-    assert table.activate("a").slot == 1
-    assert table.activate(old).model == "old weights"
+    assert table.put(new) == 1
+    assert table.tensors_of(old) == "old weights"
     assert table.acquire("a") == new
     assert table.residency() == ([new], [new])
+    assert table.status("a").draining == [old.generation]
     table.release(old)
-    assert table.residents() == {1: (new, "new weights")}
+    assert {slot: ref for slot, (ref, _) in table.residents().items()} == {1: new}
 
 
 def test_an_unused_adapter_is_dropped_at_once() -> None:
     table = Table(1)
-    ref = table.add("a", "weights")
-    table.activate("a")
+    ref = table.load("a")
+    table.put(ref)
     assert table.retire("a") == 0
     assert table.slot_of(ref) is None
-    assert table.models() == {}
+    assert table.records() == {}
     with pytest.raises(AdapterNotFound, match="loaded adapters: none"):
         table.retire("a")
 
 
 def test_a_pinned_slot_outlives_the_last_release() -> None:
     table = Table(1)
-    table.add("a", "weights")
+    table.load("a")
     ref = table.acquire("a")
-    table.activate(ref)
+    table.put(ref)
     table.pin(ref)
     table.retire("a")
     table.release(ref)
@@ -73,67 +112,342 @@ def test_a_pinned_slot_outlives_the_last_release() -> None:
 
 def test_generations_are_the_callers_or_fresh_and_never_reused() -> None:
     table = Table(1)
-    assert table.add("a", "", generation=7) == AdapterRef("a", 7)
-    assert table.add("b", "") == AdapterRef("b", 8)
+    assert table.load("a", generation=7) == AdapterRef("a", 7)
+    assert table.load("b") == AdapterRef("b", 8)
     table.retire("a")
     with pytest.raises(ValueError, match="generation 7 was given"):
-        table.add("c", "", generation=7)
-    assert table.add("a", "", generation=3) == AdapterRef("a", 3)
-    assert table.add("d", "") == AdapterRef("d", 9)
+        table.load("c", generation=7)
+    assert table.load("a", generation=3) == AdapterRef("a", 3)
+    assert table.load("d") == AdapterRef("d", 9)
     with pytest.raises(AdapterNameTaken, match="'a' is already loaded"):
-        table.add("a", "")
+        table.load("a")
 
 
-def test_release_without_a_user_is_refused() -> None:
+def test_release_and_unpin_without_a_counterpart_are_refused() -> None:
     table = Table(1)
-    ref = table.add("a", "")
+    ref = table.load("a")
     with pytest.raises(KeyError, match="no user"):
         table.release(ref)
+    with pytest.raises(KeyError, match="no pin"):
+        table.unpin(ref)
+    with pytest.raises(KeyError, match="no slot"):
+        table.pin(ref)
     with pytest.raises(KeyError, match="not loaded"):
         table.release(AdapterRef("a", 99))
 
 
-def test_activation_is_new_once_and_refreshes_recency() -> None:
+def test_use_refreshes_recency_and_names_the_adapter_without_a_slot() -> None:
     table = Table(2)
-    a, b, c = (table.add(name, name) for name in "abc")
-    assert table.activate(a).is_new
-    assert table.activate(b).is_new
-    assert not table.activate(a).is_new
-    assert table.activate(c) == Activation(c, "c", 1, True)
-    assert table.slot_of(b) is None
-
-
-def test_use_slots_refreshes_recency_and_names_the_adapter_without_a_slot() -> None:
-    table = Table(2)
-    a, b, c = (table.add(name, name) for name in "abc")
-    table.activate(a)
-    table.activate(b)
+    a, b, c = (table.load(name) for name in "abc")
+    assert [table.put(ref) for ref in (a, b)] == [0, 1]
     assert table.use_slots([a, None, a]) == [0, None, 0]
-    table.activate(c)
-    assert table.slot_of(a) == 0
+    assert table.put(c) == 1
+    assert table.slot_of(b) is None
     with pytest.raises(KeyError, match="name='b'"):
         table.use_slots([a, b])
 
 
+def test_a_replacement_takes_over_the_name_and_the_pin_in_one_moment() -> None:
+    table = Table(3)
+    old = table.load("a", "old")
+    table.pin_name("a")
+    table.acquire("a")
+    table.put(old)
+    new = table.add("a", record("a"), "new", replace=True)
+    assert table.acquire("a") == new
+    assert table.is_pinned(new)
+    assert not table.is_pinned(old)
+    assert table.pinned_without_slot() == [new]
+    table.check()
+    table.release(old)
+    assert table.slot_of(old) is None
+    assert table.add("b", record("b"), "b", replace=True) == table.acquire("b")
+
+
+def test_another_number_for_the_same_adapter_leaves_requests_in_progress_alone() -> None:
+    table = Table(2)
+    old = table.load("a")
+    table.acquire("a")
+    new = table.renumber("a", 40)
+    assert (table.acquire("a"), new.generation) == (new, 40)
+    assert table.tensors_of(new) == table.tensors_of(old) == "a"
+    table.release(old)
+    table.check()
+    with pytest.raises(ValueError, match="generation 40"):
+        table.renumber("a", 40)
+
+
+# Slots being written
+
+
+def test_a_slot_that_is_not_written_serves_nobody_and_is_kept() -> None:
+    table = Table(1)
+    a, b = table.load("a"), table.load("b")
+    table.acquire("a")
+    found = table.prepare(a)
+    assert (found.readiness, found.slot, found.tensors) == (Readiness.WRITING, 0, "a")
+    assert table.prepare(a).readiness is Readiness.WRITING
+    assert table.residency()[0] == []
+    with pytest.raises(KeyError, match="has no slot"):
+        table.use_slots([a])
+    with pytest.raises(KeyError, match="no slot"):
+        table.pin(a)
+    assert table.prepare(b).readiness is Readiness.NO_SLOT
+    version = table.version
+    table.finish_write(a)
+    assert table.version > version
+    # Kept for the request it was written for, until that runs and is done.
+    assert table.prepare(b).readiness is Readiness.NO_SLOT
+    table.pin(a)
+    assert table.prepare(b).readiness is Readiness.NO_SLOT
+    table.unpin(a)
+    assert table.prepare(b, take_slot=False).readiness is Readiness.SLOT_AVAILABLE
+    assert table.prepare(b).slot == 0
+
+
+def test_a_slot_is_kept_too_for_an_adapter_that_got_it_while_others_wait_to_be_read() -> None:
+    table = Table(1, host_adapters=2)
+    cold, warm, other = (table.load(name) for name in ("cold", "warm", "other"))
+    for ref in (cold, warm, other):
+        table.acquire(ref.name)
+    assert table.prepare(cold).readiness is Readiness.READING
+    assert table.prepare(warm).slot == 0
+    table.finish_write(warm)
+    assert table.prepare(other).readiness is Readiness.NO_SLOT
+    table.check()
+    table.pin(warm)
+
+
+def test_a_written_slot_is_not_kept_for_requests_that_left() -> None:
+    table = Table(1)
+    a, b = table.load("a"), table.load("b")
+    table.acquire("a")
+    table.start(a)
+    assert table.prepare(b).readiness is Readiness.NO_SLOT
+    table.release(a)
+    assert table.slot_of(a) == 0
+    assert table.start(b) is Readiness.READY
+
+
+def test_unloading_what_is_being_written_frees_the_slot() -> None:
+    table = Table(1)
+    a, b = table.load("a"), table.load("b")
+    table.prepare(a)
+    table.retire("a")
+    table.check()
+    table.finish_write(a)
+    assert not table.is_writing(a)
+    assert table.start(b) is Readiness.READY
+    table.check()
+
+
+# Host memory
+
+
+def test_tensors_beyond_the_budget_are_read_again_in_the_order_of_asking() -> None:
+    table = Table(2, host_adapters=2)
+    refs = [table.load(name) for name in "abcd"]
+    assert [table.status(name).tier for name in "abcd"] == ["disk", "disk", "host", "host"]
+    for ref in refs[:2]:
+        table.acquire(ref.name)
+        assert table.prepare(ref).readiness is Readiness.READING
+    table.read(refs[0])
+    table.read(refs[1])
+    assert [table.status(name).tier for name in "abcd"] == ["host", "host", "disk", "disk"]
+    assert [table.start(ref) for ref in refs[:2]] == [Readiness.READY] * 2
+    table.check()
+
+
+def test_what_is_on_its_way_to_a_slot_is_not_evicted_and_nothing_overtakes_what_waits_for_room() -> None:
+    table = Table(1, host_adapters=1)
+    table.load("busy")
+    busy = table.acquire("busy")
+    table.start(busy)
+    table.pin(busy)
+    a, b = table.load("a"), table.load("b")
+    for ref in (a, b):
+        table.acquire(ref.name)
+        table.prepare(ref)
+    table.read(a)
+    assert table.prepare(a).readiness is Readiness.NO_SLOT
+    assert table.prepare(b).readiness is Readiness.READING
+    assert not table.can_read()
+    assert table.next_read() is None
+    table.unpin(busy)
+    assert table.start(a) is Readiness.READY
+    # In its slot it needs no copy.
+    table.read(b)
+    assert table.status("a").tier == "slot"
+    table.check()
+
+
+def test_adapters_in_memory_do_not_keep_a_larger_one_out_of_it() -> None:
+    table = Table(1, host_adapters=2)
+    large = table.add("large", record("large", 2 * SIZE), "large")
+    busy, *small = (table.load(name) for name in ("busy", "a", "b"))
+    table.put(busy)
+    table.pin(busy)
+    for ref in (large, *small):
+        table.acquire(ref.name)
+        table.prepare(ref)
+    table.read(large)
+    assert [table.status(name).tier for name in ("large", "a", "b")] == ["host", "disk", "disk"]
+    table.check()
+
+
+def test_few_adapters_are_read_ahead() -> None:
+    table = Table(2, host_adapters=1)
+    refs = [table.load(f"a{index}") for index in range(50)]
+    for ref in refs[:-1]:
+        table.acquire(ref.name)
+        table.prepare(ref)
+    table.check()
+    served = []
+    for _ in range(2 * len(refs)):
+        if (job := table.next_read()) is None:
+            break
+        table.end_read(job[0], "")
+        assert table.start(job[0]) is Readiness.READY
+        table.pin(job[0])
+        served.append(job[0])
+        table.unpin(job[0])
+        table.release(job[0])
+    # Those that found no place ask again, as waiting requests do.
+    assert served == refs[: 2 + READ_AHEAD]
+    assert table.prepare(refs[20]).readiness is Readiness.READING
+    table.read(refs[20])
+
+
+def test_the_old_weights_of_requests_in_progress_are_evicted_last() -> None:
+    table = Table(1, host_adapters=2)
+    old = table.load("a", "old")
+    table.acquire("a")
+    table.add("a", record("a"), "new", replace=True)
+    table.load("b")
+    table.load("c")
+    assert table.tensors_of(old) == "old"
+    assert table.status("c").tier == "host"
+
+
+def test_a_lost_adapter_is_told_once_and_then_tried_anew() -> None:
+    table = Table(1, host_adapters=1)
+    a, b = table.load("a"), table.load("b")
+    table.acquire("a")
+    table.prepare(a)
+    job = table.next_read()
+    assert job is not None
+    table.fail_read(a, AdapterLost("gone"))
+    assert table.status("b").tier == "disk"
+    with pytest.raises(AdapterLost, match="gone"):
+        table.prepare(a)
+    assert table.prepare(a).readiness is Readiness.READING
+    table.read(a)
+    assert table.start(a) is Readiness.READY
+    assert table.status("b").tier == "disk"
+    assert table.prepare(b).readiness is Readiness.READING
+    table.check()
+
+
+def test_a_loss_is_not_told_to_requests_that_came_after_those_it_concerned() -> None:
+    table = Table(1, host_adapters=1)
+    a, _ = table.load("a"), table.load("b")
+    table.acquire("a")
+    table.prepare(a)
+    table.next_read()
+    table.fail_read(a, AdapterLost("gone"))
+    table.release(a)
+    table.acquire("a")
+    assert table.prepare(a).readiness is Readiness.READING
+
+
+def test_a_read_that_ends_after_its_adapter_was_unloaded_leaves_nothing() -> None:
+    table = Table(1, host_adapters=1)
+    a, b = table.load("a"), table.load("b")
+    table.acquire("a")
+    table.prepare(a)
+    assert table.next_read() is not None
+    table.retire("a")
+    table.release(a)
+    table.check()
+    table.end_read(a, "late")
+    table.check()
+    assert table.prepare(b).readiness is Readiness.READING
+    table.read(b)
+
+
+# The operator's pins
+
+
+def test_at_most_all_slots_but_one_are_pinned() -> None:
+    table = Table(3)
+    for name in "abc":
+        table.load(name)
+    assert [table.pin_name(name) for name in "aba"] == [True, True, False]
+    with pytest.raises(PinRefused, match=r"2 adapter.* are pinned, and of 3 slot.*max_num_loras"):
+        table.pin_name("c")
+    with pytest.raises(AdapterNotFound):
+        table.pin_name("absent")
+    assert [table.unpin_name(name) for name in "aa"] == [True, False]
+    assert table.pin_name("c")
+    table.retire("c")
+    assert table.pin_name("a")
+    one = Table(1)
+    one.load("a")
+    with pytest.raises(PinRefused, match="of 1 slot"):
+        one.pin_name("a")
+
+
+def test_a_pinned_adapter_keeps_its_slot_with_nobody_using_it() -> None:
+    table = Table(2)
+    a, *others = (table.load(name) for name in "abcd")
+    table.pin_name("a")
+    assert table.pinned_without_slot() == [a]
+    assert table.start(a) is Readiness.READY
+    assert table.pinned_without_slot() == []
+    for ref in others:
+        table.put(ref)
+        table.check()
+    assert table.slot_of(a) == 0
+    table.unpin_name("a")
+    table.put(others[0])
+    assert table.slot_of(a) is None
+
+
+def test_a_pinned_adapter_whose_files_are_lost_is_tried_again_when_asked_for() -> None:
+    table = Table(2, host_adapters=1)
+    a, _ = table.load("a"), table.load("b")
+    table.pin_name("a")
+    table.prepare(a)
+    table.next_read()
+    table.fail_read(a, AdapterLost("gone"))
+    assert table.pinned_without_slot() == []
+    table.check()
+    table.pin_name("a")
+    assert table.pinned_without_slot() == [a]
+
+
 class AdapterMachine(RuleBasedStateMachine):
-    """Requests, loads and unloads in random order over more names than slots."""
+    """Requests, loads, unloads, pins, reads and writes in random order, more names than slots or memory hold."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = Table(2)
+        self.table = Table(2, host_adapters=2)
         self.num_loads = 0
         self.weights: dict[AdapterRef, str] = {}
         self.waiting: list[AdapterRef] = []
         self.running: list[AdapterRef] = []
+        self.reading: list[AdapterRef] = []
+        self.writing: list[AdapterRef] = []
+        self.in_slot: dict[int, str] = {}
 
-    @rule(name=st.sampled_from("abcd"))
-    def load(self, name: str) -> None:
+    @rule(name=st.sampled_from("abcd"), replace=st.booleans())
+    def load(self, name: str, replace: bool) -> None:
         weights = f"{name}#{self.num_loads}"
-        if self.table.find(name) is not None:
+        if self.table.find(name) is not None and not replace:
             with pytest.raises(AdapterNameTaken):
-                self.table.add(name, weights)
+                self.table.load(name, weights)
             return
-        ref = self.table.add(name, weights)
+        ref = self.table.add(name, record(name), weights, replace=replace)
         assert ref not in self.weights, "a generation was reused"
         self.weights[ref] = weights
         self.num_loads += 1
@@ -146,25 +460,71 @@ class AdapterMachine(RuleBasedStateMachine):
         else:
             assert self.table.retire(name) == (self.waiting + self.running).count(found[0])
 
+    @rule(name=st.sampled_from("abcd"), on=st.booleans())
+    def pin(self, name: str, on: bool) -> None:
+        if self.table.find(name) is not None:
+            if not on:
+                self.table.unpin_name(name)
+            elif any(status.pinned and status.name != name for status in self.table.statuses()):
+                with pytest.raises(PinRefused):
+                    self.table.pin_name(name)
+            else:
+                self.table.pin_name(name)
+
     @rule(name=st.sampled_from("abcd"))
     def admit(self, name: str) -> None:
         if self.table.find(name) is not None:
             self.waiting.append(self.table.acquire(name))
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def run(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), take_slot=st.booleans())
+    def prepare(self, data: st.DataObject, take_slot: bool) -> None:
         ref = data.draw(st.sampled_from(self.waiting))
-        pinned_elsewhere = set(self.running) - {ref}
-        assert self.table.can_activate(ref) == (len(pinned_elsewhere) < 2)
-        if len(pinned_elsewhere) == 2:
-            with pytest.raises(NoFreeSlot):
-                self.table.activate(ref)
+        try:
+            found = self.table.prepare(ref, take_slot=take_slot)
+        except AdapterLost:
+            while ref in self.waiting:
+                self.cancel_one(ref)
             return
-        assert self.table.activate(ref).model == self.weights[ref]
-        self.table.pin(ref)
-        self.waiting.remove(ref)
-        self.running.append(ref)
+        if found.slot is not None:
+            assert take_slot
+            assert found.tensors == self.weights[ref]
+            self.in_slot[found.slot] = "half"
+            self.writing.append(ref)
+        elif found.readiness is Readiness.READY:
+            self.table.pin(ref)
+            self.waiting.remove(ref)
+            self.running.append(ref)
+        elif found.readiness is Readiness.NO_SLOT:
+            with pytest.raises(NoFreeSlot):
+                self.table.assign(ref)
+
+    @rule()
+    def begin_read(self) -> None:
+        can_read = self.table.can_read()
+        job = self.table.next_read()
+        assert (job is not None) == can_read
+        if job is not None:
+            self.reading.append(job[0])
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data(), is_lost=st.booleans())
+    def end_read(self, data: st.DataObject, is_lost: bool) -> None:
+        ref = data.draw(st.sampled_from(self.reading))
+        self.reading.remove(ref)
+        if is_lost:
+            self.table.fail_read(ref, AdapterLost("gone"))
+        else:
+            self.table.end_read(ref, self.weights[ref])
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def finish_write(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(self.writing))
+        self.writing.remove(ref)
+        self.table.finish_write(ref)
+        if (slot := self.table.slot_of(ref)) is not None:
+            self.in_slot[slot] = self.weights[ref]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), release_first=st.booleans())
@@ -178,19 +538,26 @@ class AdapterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        ref = data.draw(st.sampled_from(self.waiting))
+        self.cancel_one(data.draw(st.sampled_from(self.waiting)))
+
+    def cancel_one(self, ref: AdapterRef) -> None:
         self.waiting.remove(ref)
         self.table.release(ref)
 
     @invariant()
     def holds(self) -> None:
         self.table.check()
-        assert all(self.table.slot_of(ref) is not None for ref in self.running)
-        found = dict(self.table.residents().values())
-        assert found == {ref: self.weights[ref] for ref in found}
+        for ref in self.running:
+            slot = self.table.slot_of(ref)
+            assert slot is not None
+            assert self.in_slot[slot] == self.weights[ref]
+        for ref in self.weights:
+            assert self.table.tensors_of(ref) in (None, self.weights[ref])
+            assert self.table.num_users(ref) == (self.waiting + self.running).count(ref)
+            assert self.table.num_pins(ref) == self.running.count(ref)
         admitting = {ref for ref, _ in filter(None, map(self.table.find, "abcd"))}
-        assert found.keys() <= admitting | {*self.waiting, *self.running}
+        assert {ref for ref, _ in self.table.residents().values()} <= admitting | {*self.waiting, *self.running}
 
 
 TestAdapterMachine = AdapterMachine.TestCase
-TestAdapterMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAdapterMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

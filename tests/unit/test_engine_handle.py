@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from deployments import engine_handle
 from deployments.engine_handle import EngineHandle
 from deployments.generation import GenerateCall, GenerateChunk, Refusal
-from lora_core.errors import AdapterNotFound, EngineDead, EngineUnavailable
+from lora_core.errors import AdapterLost, AdapterNotFound, AdapterUnloaded, EngineDead, EngineUnavailable
 
 CALL = GenerateCall(request_id="r", lora_name="pirate", prompt="hi")
 Script = Sequence[GenerateChunk | Refusal | Exception]
@@ -141,6 +141,28 @@ async def test_refusals_are_passed_on_at_once(clock: object) -> None:
         with pytest.raises(AdapterNotFound, match="no 'pirate'"):
             await streamed(handle)
         assert len(played.responses) == 1
+
+
+async def test_a_replica_without_the_adapter_costs_only_time(clock: object) -> None:
+    lost = Refusal(kind="AdapterLost", message="replica r1 does not serve adapter 'pirate': its files are other ones")
+    handle, _ = engine([lost], [lost], [chunk("a")])
+    assert await streamed(handle) == ["a"]
+    handle, _ = engine([lost], [chunk("a")])
+    assert [piece.text for piece in await handle.collect(CALL)] == ["a"]
+    handle, played = engine([lost])
+    with pytest.raises(AdapterLost, match="its files are other ones"):
+        await handle.collect(CALL)
+    assert len(played.responses) == engine_handle.MAX_LOSSES
+
+
+async def test_an_unload_in_the_middle_of_an_answer_is_its_end(clock: object) -> None:
+    unloaded = Refusal(kind="AdapterUnloaded", message="'pirate' was unloaded")
+    handle, played = engine([chunk("a"), unloaded], [chunk("never")])
+    stream = handle.generate(CALL)
+    assert (await anext(stream)).text == "a"
+    with pytest.raises(AdapterUnloaded, match="'pirate' was unloaded"):
+        await anext(stream)
+    assert len(played.responses) == 1
 
 
 async def test_a_stream_that_is_dropped_is_cancelled(clock: object) -> None:

@@ -1,32 +1,31 @@
 """LoRA layers: transparent to names and to base rows, in place for adapter rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from kernels import PackedLinear, build_routing
-from lora_core.layers import (
-    LoRALinear,
-    LoRAModelWrapper,
-    RoutingContext,
-    lora_layers,
-    lora_parameters,
-    wrap_targets,
-)
-from lora_core.targets import LoRASite, LoRATargetModule, lora_sites
-from lora_core.types import LoRAType
-from tests.unit.adapted_model import NUM_LAYERS, PROJECTIONS, TARGETS, TinyModel, random_rows
+from lora_core.layers import LoRAEmbedding, LoRALinear, LoRAModelWrapper, RoutingContext
+from lora_core.models.decoder import Linear
+from lora_core.stacks import SiteStacks
+from lora_core.targets import EMBEDDING_TARGET, LoRASite, lora_sites
+from tests.unit.adapted_model import NUM_LAYERS, PROJECTIONS, TARGETS
 
 CPU = torch.device("cpu")
 SITES = lora_sites(TARGETS, PROJECTIONS, NUM_LAYERS)
 QKV_SITE = SITES[0]
 
 
-def random_stacks(site: LoRASite, num_slots: int, rank: int) -> tuple[Tensor, Tensor]:
+def random_stacks(site: LoRASite, num_slots: int, rank: int) -> SiteStacks:
+    """Every slot live, none with a gain."""
     a = torch.randn(num_slots, len(site.slices) * rank, site.in_features)
-    return a, torch.randn(num_slots, sum(site.slices), rank)
+    b = torch.randn(num_slots, site.out_features, rank)
+    return SiteStacks(a, b, torch.zeros(num_slots, site.out_features), frozenset(range(num_slots)))
 
 
 def dense_delta(x: Tensor, a: Tensor, b: Tensor, slices: Sequence[int]) -> Tensor:
@@ -41,8 +40,8 @@ def test_rows_get_their_slot_and_base_rows_keep_their_bits() -> None:
     context = RoutingContext()
     base = nn.Linear(16, 32)
     layer = LoRALinear(base, QKV_SITE, context)
-    a, b = random_stacks(QKV_SITE, num_slots=3, rank=4)
-    layer.bind(a, b)
+    layer.stacks = random_stacks(QKV_SITE, num_slots=3, rank=4)
+    a, b = layer.stacks.a, layer.stacks.b
     x = torch.randn(9, 16)
     context.routing = build_routing([2, 0], [0, 3, 7], [4, 4, 4], num_rows=9, max_groups=3, device=CPU)
     with torch.inference_mode():
@@ -74,8 +73,8 @@ def test_any_callable_can_be_the_base() -> None:
     x = torch.randn(3, 16)
     assert torch.equal(layer(x), base(x))
 
-    a, b = random_stacks(QKV_SITE, num_slots=1, rank=2)
-    layer.bind(a, b)
+    layer.stacks = random_stacks(QKV_SITE, num_slots=1, rank=2)
+    a, b = layer.stacks.a, layer.stacks.b
     context.routing = build_routing([0], [0, 2], [2], num_rows=3, max_groups=1, device=CPU)
     y, plain = layer(x), base(x)
     delta = dense_delta(x[:2], a[0], b[0], QKV_SITE.slices)
@@ -86,7 +85,7 @@ def test_any_callable_can_be_the_base() -> None:
 def test_names_stay_and_both_see_every_change() -> None:
     base = nn.Linear(16, 32)
     layer = LoRALinear(base, QKV_SITE, RoutingContext())
-    layer.bind(*random_stacks(QKV_SITE, num_slots=1, rank=2))
+    layer.stacks = random_stacks(QKV_SITE, num_slots=1, rank=2)
     assert list(layer.state_dict()) == ["weight", "bias"]
     assert dict(layer.named_parameters()).keys() == {"weight", "bias"}
 
@@ -101,33 +100,6 @@ def test_names_stay_and_both_see_every_change() -> None:
 def test_a_base_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layers.0.self_attn.qkv_proj.*\(16, 31\).*\(16, 32\)"):
         LoRALinear(nn.Linear(16, 31), QKV_SITE, RoutingContext())
-
-
-def test_wrapping_keeps_names_places_and_outputs() -> None:
-    plain, model = TinyModel(), TinyModel()
-    wrap_targets(model, SITES, RoutingContext())
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert isinstance(model.get_submodule("model.layers.1.mlp.gate_up_proj"), LoRALinear)
-    x = random_rows(6)
-    assert torch.equal(model(x), plain(x))
-
-
-def test_order_is_layers_then_targets_then_a_before_b() -> None:
-    model = TinyModel()
-    wrap_targets(model, SITES, RoutingContext())
-    paths = [target.path for target in TARGETS]
-    names = [f"model.layers.{layer}.{path}" for layer in range(NUM_LAYERS) for path in paths]
-    assert [name for name, _ in lora_layers(model)] == names
-    assert [(name, kind) for name, kind, _ in lora_parameters(model)] == [
-        (name, kind) for name in names for kind in (LoRAType.A, LoRAType.B)
-    ]
-
-
-def test_order_is_the_targets_even_where_the_model_has_another() -> None:
-    model = TinyModel()
-    sites = lora_sites(tuple(reversed(TARGETS)), PROJECTIONS, NUM_LAYERS)
-    wrap_targets(model, sites, RoutingContext())
-    assert [layer.site for _, layer in lora_layers(model)] == list(sites)
 
 
 def test_the_wrapper_sets_the_routing_for_one_call_and_clears_it_after_an_error() -> None:
@@ -151,33 +123,142 @@ def test_the_wrapper_sets_the_routing_for_one_call_and_clears_it_after_an_error(
     assert seen == [routing, routing, None]
 
 
-def sites_with(path: str, *projections: str) -> tuple[LoRASite, ...]:
-    return lora_sites((TARGETS[1], LoRATargetModule(path, projections)), PROJECTIONS, NUM_LAYERS)
+class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that reach the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.launches.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("sites", "message"),
-    [
-        (sites_with("self_attn.absent", "q_proj"), "'self_attn.absent' matches no callable layer at layers.0"),
-        (sites_with("cross_attn.o_proj", "q_proj"), "matches no callable"),
-        (sites_with("mlp.down_proj", "q_proj"), r"\(24, 16\).*\(16, 16\)"),
-        (lora_sites(TARGETS, PROJECTIONS, 3), "2 decoder layers, num_layers says 3"),
-    ],
-)
-def test_a_model_that_cannot_be_wrapped_is_left_as_it_was(sites: tuple[LoRASite, ...], message: str) -> None:
-    model = TinyModel()
-    with pytest.raises(ValueError, match=message):
-        wrap_targets(model, sites, RoutingContext())
-    assert lora_layers(model) == []
+def launches(layer: Callable[[Tensor], Tensor], x: Tensor) -> list[str]:
+    counter = LaunchCounter()
+    with torch.no_grad(), counter:
+        layer(x)
+    return counter.launches
 
 
-def test_a_model_is_wrapped_once() -> None:
-    model = TinyModel()
-    wrap_targets(model, SITES, RoutingContext())
-    with pytest.raises(ValueError, match="wrapped already"):
-        wrap_targets(model, SITES, RoutingContext())
+def random_gains(stacks: SiteStacks, *slots: int) -> None:
+    for slot in slots:
+        stacks.gain[slot].normal_()
+    stacks.gain_slots = frozenset(slots)
 
 
-def test_the_decoder_layers_must_be_found() -> None:
-    with pytest.raises(ValueError, match="Linear has 0 module lists named `layers`"):
-        wrap_targets(nn.Linear(2, 2), SITES, RoutingContext())
+def test_a_layer_where_no_slot_of_the_step_is_live_launches_nothing() -> None:
+    context = RoutingContext()
+    base = nn.Linear(16, 32)
+    layer = LoRALinear(base, QKV_SITE, context)
+    layer.stacks = random_stacks(QKV_SITE, num_slots=3, rank=4)
+    random_gains(layer.stacks, 1)
+    x = torch.randn(6, 16)
+    context.routing = build_routing([2, 0], [0, 3, 5], [4, 4, 4], num_rows=6, max_groups=3, device=CPU)
+    plain = launches(base, x)
+    layer.stacks.live_slots = frozenset({1})
+    assert launches(layer, x) == plain
+    assert not layer.is_live(context.routing)
+    layer.stacks.live_slots = frozenset({1, 0})
+    with_pair = launches(layer, x)
+    assert len(with_pair) > len(plain)
+    assert layer.is_live(context.routing)
+    random_gains(layer.stacks, 0, 1)
+    assert len(launches(layer, x)) > len(with_pair)
+    # A slot without an adapter's rank is empty, whatever is said of it.
+    context.routing = build_routing([0], [0, 5], [0, 4, 4], num_rows=6, max_groups=3, device=CPU)
+    assert launches(layer, x) == plain
+
+
+def test_rows_of_slots_that_are_not_live_keep_their_bits() -> None:
+    torch.manual_seed(4)
+    context = RoutingContext()
+    base = nn.Linear(16, 32)
+    layer = LoRALinear(base, QKV_SITE, context)
+    layer.stacks = random_stacks(QKV_SITE, num_slots=4, rank=4)
+    random_gains(layer.stacks, 0, 3)
+    layer.stacks.live_slots = frozenset({3, 1})
+    layer.stacks.gain_slots = frozenset({3})
+    # What is in slots that are not live does not matter.
+    layer.stacks.a[2].fill_(torch.nan)
+    x = torch.randn(9, 16)
+    context.routing = build_routing([3, 2, 1, 0], [0, 2, 4, 6, 8], [4] * 4, num_rows=9, max_groups=4, device=CPU)
+    with torch.inference_mode():
+        y, plain = layer(x), base(x)
+    a, b, gain = layer.stacks.a, layer.stacks.b, layer.stacks.gain
+    for slot, rows in ((3, slice(0, 2)), (1, slice(4, 6))):
+        expected = plain[rows] + dense_delta(x[rows], a[slot], b[slot], QKV_SITE.slices)
+        if slot == 3:
+            expected += gain[3] * (plain[rows] - base.bias)
+        torch.testing.assert_close(y[rows], expected, rtol=1e-5, atol=1e-5)
+    for rows in (slice(2, 4), slice(6, 9)):
+        assert torch.equal(y[rows], plain[rows])
+
+
+@pytest.mark.parametrize("storage", ["plain", "packed", "only packed"])
+def test_a_gain_leaves_out_the_bias_however_the_weight_is_stored(storage: str) -> None:
+    torch.manual_seed(5)
+    context = RoutingContext()
+    base = Linear(16, 32)
+    base.bias.detach().fill_(10.0)
+    weight = base.weight.detach().clone()
+    if storage == "packed":
+        base.pack()
+    packed = PackedLinear(weight, base.bias.detach())
+    layer = LoRALinear(packed if storage == "only packed" else base, QKV_SITE, context)
+    layer.stacks = random_stacks(QKV_SITE, num_slots=1, rank=2)
+    layer.stacks.b.zero_()
+    random_gains(layer.stacks, 0)
+    x = torch.randn(3, 16)
+    context.routing = build_routing([0], [0, 2], [2], num_rows=3, max_groups=1, device=CPU)
+    with torch.inference_mode():
+        y = layer(x)
+    gains = torch.stack([1 + layer.stacks.gain[0], 1 + layer.stacks.gain[0], torch.ones(32)])
+    torch.testing.assert_close(y, gains * (x @ weight.T) + 10.0, rtol=1e-5, atol=1e-5)
+
+
+def test_leading_dimensions_are_rows() -> None:
+    torch.manual_seed(6)
+    context = RoutingContext()
+    layer = LoRALinear(nn.Linear(16, 32), QKV_SITE, context)
+    layer.stacks = random_stacks(QKV_SITE, num_slots=2, rank=4)
+    random_gains(layer.stacks, 1)
+    x = torch.randn(2, 5, 16)
+    context.routing = build_routing([1, 0], [0, 5, 8], [4, 4], num_rows=10, max_groups=2, device=CPU)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), layer(x.view(10, 16)).view(2, 5, 32))
+
+
+def test_an_embedding_whose_base_scales_scales_the_product_too() -> None:
+    """As PEFT does for Gemma 3's scaled embedding."""
+    torch.manual_seed(7)
+    context = RoutingContext()
+    site = LoRASite(0, None, EMBEDDING_TARGET, 11, (16,))
+    base = Gemma3TextScaledWordEmbedding(11, 16, padding_idx=0, embed_scale=4.0)
+    layer = LoRAEmbedding(base, site, context)
+    layer.stacks = SiteStacks(torch.randn(1, 11, 2), torch.randn(1, 16, 2), torch.zeros(1, 16), frozenset({0}))
+    ids = torch.tensor([3, 10, 3, 5])
+    context.routing = build_routing([0], [0, 3], [2], num_rows=4, max_groups=1, device=CPU)
+    with torch.inference_mode():
+        y, plain = layer(ids), base(ids)
+    product = layer.stacks.a[0][ids[:3]] @ layer.stacks.b[0].T
+    torch.testing.assert_close(y[:3], plain[:3] + 4 * product, rtol=1e-5, atol=1e-5)
+    assert torch.equal(y[3:], plain[3:])
+
+
+def test_an_embedding_of_another_shape_is_refused() -> None:
+    site = LoRASite(0, None, EMBEDDING_TARGET, 11, (16,))
+    with pytest.raises(ValueError, match=r"embed_tokens.*\(12, 16\).*\(11, 16\)"):
+        LoRAEmbedding(nn.Embedding(12, 16), site, RoutingContext())
+
+
+def test_a_routing_put_in_force_for_other_calls_ends_with_them() -> None:
+    context = RoutingContext()
+    wrapper = LoRAModelWrapper(nn.Identity(), context)
+    routing = build_routing([], [0], [0], num_rows=1, max_groups=1, device=CPU)
+    with wrapper.routed(routing):
+        assert context.routing is routing
+    with pytest.raises(RuntimeError, match="a fault"), wrapper.routed(routing):
+        raise RuntimeError("a fault")
+    assert context.routing is None

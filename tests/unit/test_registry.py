@@ -6,16 +6,18 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster import registry as registry_module
+from cluster import changes as changes_module
+from cluster.changes import Change
 from cluster.fingerprint import folder_fingerprint
 from cluster.journal import session_journal
-from cluster.registry import AdapterRegistry, Change
-from lora_core.errors import AdapterNameTaken, AdapterNotFound, ConfigError, LoRAFleetError
-from lora_core.types import LoRAOperation
+from cluster.registry import AdapterRegistry, staged_name
+from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, ConfigError, LoRAFleetError
+from lora_core.types import LoadReport, LoRAOperation
 
 
 def loaded(registry: AdapterRegistry, name: str, path: str) -> int:
@@ -23,6 +25,10 @@ def loaded(registry: AdapterRegistry, name: str, path: str) -> int:
     change = registry.begin_load(name, path)
     assert change is not None
     return registry.commit_load(name).generation
+
+
+def report(generation: int, content_hash: str) -> LoadReport:
+    return LoadReport(generation=generation, content_hash=content_hash, num_modules=2, ranks={4: 2}, num_bytes=64)
 
 
 def brief(changes: list[Change] | None) -> list[tuple[str, str, int | None]]:
@@ -58,7 +64,7 @@ def test_the_same_load_with_other_files_is_refused() -> None:
     before = registry.epoch
     assert registry.begin_load("a", "/a", "files of then") is None
     assert registry.begin_load("a", "/a") is None, "no one knows"
-    with pytest.raises(AdapterNameTaken, match=r"'a' is loaded from '/a', whose files have changed since; unload it"):
+    with pytest.raises(AdapterNameTaken, match=r"'a' is loaded from '/a', whose files have changed since; send"):
         registry.begin_load("a", "/a", "files of now")
     assert registry.epoch == before
     loaded(registry, "unknown", "/u")
@@ -136,7 +142,7 @@ def test_changes_are_given_in_order_from_any_epoch() -> None:
 
 
 def test_old_changes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "MAX_CHANGES_KEPT", 10)
+    monkeypatch.setattr(changes_module, "MAX_CHANGES_KEPT", 10)
     registry = AdapterRegistry()
     start = registry.epoch
     for _ in range(20):
@@ -159,11 +165,11 @@ def test_catching_up_unloads_before_it_loads() -> None:
     registry.begin_unload("going")
     changes = registry.catch_up({"kept": kept, "again": old, "stranger": 7})
     assert brief(changes) == [
-        ("unload", "again", old),
         ("unload", "stranger", 7),
         ("load", "again", new),
         ("load", "coming", registry.entries["coming"].generation),
     ]
+    assert [change.request.replace for change in changes] == [False, True, False], "old weights make room at once"
     assert [change.epoch for change in changes] == sorted(change.epoch for change in changes)
     assert [name for _, name, _ in brief(registry.catch_up({}))] == ["kept", "again", "coming"]
 
@@ -248,6 +254,166 @@ def test_a_journal_from_before_fingerprints_opens(tmp_path: Path) -> None:
     again = AdapterRegistry(path)
     assert again.ready() == registry.ready()
     assert again.entries["b"].fingerprint == "files of then"
+
+
+FORMAT_2 = """
+    CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+    CREATE TABLE adapters (
+        name TEXT PRIMARY KEY, path TEXT NOT NULL, generation INTEGER NOT NULL, state TEXT NOT NULL,
+        static INTEGER NOT NULL, fingerprint TEXT
+    ) WITHOUT ROWID;
+    CREATE TABLE withdrawn (name TEXT PRIMARY KEY) WITHOUT ROWID;
+    INSERT INTO meta VALUES ('epoch', 9), ('owner', 'of then'), ('run', 'r');
+    INSERT INTO adapters VALUES ('a', '/a', 7, 'ready', 0, 'files of then'), ('s', '/s', 8, 'ready', 1, NULL),
+        ('half', '/h', 9, 'loading', 0, NULL);
+    INSERT INTO withdrawn VALUES ('gone');
+    PRAGMA user_version = 2;
+"""
+
+
+def test_a_journal_from_before_content_hashes_and_pins_opens_and_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(FORMAT_2)
+    registry = AdapterRegistry(path, static={"s": "/s", "gone": "/g"}, run="r")
+    found = [
+        (e.name, e.generation, e.static, e.fingerprint, e.content_hash, e.pinned) for e in registry.ready().values()
+    ]
+    assert found == [("a", 7, False, "files of then", None, False), ("s", 8, True, None, None, False)]
+    registry.note_content("a", report(7, "h"))
+    registry.set_pin("a", True)
+    registry.close()
+    again = AdapterRegistry(path, static={"s": "/s", "gone": "/g"}, run="r")
+    assert again.ready() == registry.ready()
+    assert again.report("a") == report(7, "h")
+    assert again.report("s") is None
+
+
+def test_a_report_that_this_version_cannot_read_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    registry = AdapterRegistry(path)
+    registry.begin_load("a", "/a")
+    registry.commit_load("a", report(1, "h"))
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE adapters SET report = ?", (b'{"generation": "of another version"}',))
+        database.commit()
+    again = AdapterRegistry(path)
+    assert again.report("a") is None
+    assert again.entries["a"].content_hash == "h"
+
+
+def test_a_replacement_is_loaded_beside_what_it_replaces_and_takes_its_place_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    registry = AdapterRegistry(path)
+    registry.begin_load("a", "/a", "files of then")
+    old = registry.commit_load("a", report(1, "h1"))
+    registry.set_pin("a", True)
+    staging = registry.begin_replace("a", "/b", "files of now")
+    assert staging is not None
+    assert (staging.request.lora_name, staging.request.replace) == (staged_name("a"), False)
+    assert registry.ready() == {"a": msgspec.structs.replace(old, pinned=True)}, "nothing is replaced yet"
+    assert AdapterRegistry(path).ready() == registry.ready(), "nor is it for a successor of this router"
+    registry = AdapterRegistry(path)
+    staging = registry.begin_replace("a", "/b", "files of now")
+    assert staging is not None
+    swap = registry.commit_replace("a", report(2, "h2"))
+    request = swap.request
+    assert (request.lora_name, request.lora_path, request.replace) == ("a", "/b", True)
+    assert (request.generation, request.content_hash) == (swap.epoch, "h2")
+    assert swap.epoch > staging.epoch, "what was staged under another name keeps its own generation"
+    assert brief(registry.catch_up({"a": old.generation, staged_name("a"): staging.epoch})) == [
+        ("unload", staged_name("a"), staging.epoch),
+        ("load", "a", swap.epoch),
+        ("pin", "a", swap.epoch),
+    ]
+    assert brief([registry.finish_replace("a")]) == [("unload", staged_name("a"), staging.epoch)]
+    (entry,) = registry.entries.values()
+    assert (entry.generation, entry.epoch, entry.fingerprint) == (swap.epoch, swap.epoch, "files of now")
+    assert entry.pinned
+    assert AdapterRegistry(path).ready() == registry.ready()
+
+
+def test_a_replacement_of_files_known_to_be_served_is_none() -> None:
+    registry = AdapterRegistry()
+    registry.begin_load("a", "/a", "files of then")
+    registry.commit_load("a")
+    assert registry.begin_replace("a", "/a", "files of then") is None
+    staging = registry.begin_replace("a", "/a", None)
+    assert staging is not None, "no one knows"
+    registry.rollback_load(staging.request.lora_name)
+    loading = registry.begin_replace("new", "/n")
+    assert loading is not None
+    assert loading.request.lora_name == "new", "there is nothing to replace"
+
+
+def test_content_that_moved_is_the_same_generation(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    registry = AdapterRegistry(path)
+    registry.begin_load("a", "/a")
+    before = registry.commit_load("a", report(1, "h"))
+    staging = registry.begin_replace("a", "/b", "files there")
+    assert staging is not None
+    kept = registry.keep_content("a")
+    registry.rollback_load(staging.request.lora_name)
+    assert kept == msgspec.structs.replace(before, path="/b", fingerprint="files there")
+    assert AdapterRegistry(path).ready() == registry.ready() == {"a": kept}
+
+
+def test_a_static_adapter_replaced_from_elsewhere_is_the_configurations_again_in_the_next_run(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    registry = AdapterRegistry(path, static={"a": "/a", "b": "/b"}, run="1")
+    for name in ("a", "b"):
+        registry.begin_replace(name, "/other" if name == "a" else "/b")
+        registry.commit_replace(name, report(1, "h"))
+        registry.finish_replace(name)
+    ready = registry.ready()
+    assert [(entry.path, entry.static) for entry in ready.values()] == [("/other", False), ("/b", True)]
+    assert AdapterRegistry(path, static={"a": "/a", "b": "/b"}, run="1").ready() == ready, "the router only restarted"
+    anew = AdapterRegistry(path, static={"a": "/a", "b": "/b"}, run="2").ready()
+    assert [(anew[name].path, anew[name].static) for name in "ab"] == [("/a", True), ("/b", True)]
+
+
+def test_pins_are_bounded_idempotent_and_journalled(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    registry = AdapterRegistry(path)
+    for name in "abc":
+        loaded(registry, name, f"/{name}")
+    change = registry.set_pin("a", True, most=2)
+    assert brief([change] if change else None) == [("pin", "a", registry.entries["a"].generation)]
+    assert registry.set_pin("a", True, most=2) is None
+    assert registry.set_pin("c", False) is None
+    registry.set_pin("b", True, most=2)
+    with pytest.raises(AdapterError, match=r"'c' was not pinned: with it 3 adapter\(s\) would be, and at most 2 can"):
+        registry.set_pin("c", True, most=2)
+    with pytest.raises(AdapterNotFound, match=r"'ghost'.*a, b, c"):
+        registry.set_pin("ghost", True)
+    again = AdapterRegistry(path)
+    assert [entry.name for entry in again.ready().values() if entry.pinned] == ["a", "b"]
+    held = {name: entry.generation for name, entry in again.ready().items()}
+    assert brief(again.catch_up(held, ["b", "c"])) == [("pin", "a", held["a"]), ("unpin", "c", held["c"])]
+    assert [name for operation, name, _ in brief(again.catch_up({}, ["b"])) if operation == "pin"] == ["a", "b"]
+    again.begin_unload("a")
+    again.finish_unload("a")
+    loaded(again, "a", "/a")
+    assert not again.entries["a"].pinned, "a pin ends with what was pinned"
+
+
+def test_a_new_run_expects_the_content_of_files_that_are_as_they_were(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.sqlite"
+    paths = {name: adapter_folder(tmp_path / name, b"old") for name in ("same", "changed", "gone")}
+    first = AdapterRegistry(journal, run="1")
+    for name, path in paths.items():
+        first.begin_load(name, path, folder_fingerprint(path))
+        first.commit_load(name, report(1, f"hash of {name}"))
+        first.set_pin(name, True)
+    adapter_folder(tmp_path / "changed", b"newer")
+    (tmp_path / "gone").rename(tmp_path / "elsewhere")
+    kept = AdapterRegistry(journal, run="1").ready()
+    assert [kept[name].content_hash for name in paths] == [f"hash of {name}" for name in paths]
+    second = AdapterRegistry(journal, run="2")
+    assert [second.entries[name].content_hash for name in paths] == ["hash of same", None, None]
+    assert [second.report(name) is None for name in paths] == [False, True, True]
+    assert all(entry.pinned for entry in second.entries.values())
 
 
 def test_an_interrupted_load_is_dropped_and_replicas_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -351,7 +517,11 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["load", "refused", "unload", "crash"]), st.sampled_from("abc"), st.sampled_from("xy")),
+    st.tuples(
+        st.sampled_from(["load", "refused", "replace", "refused replace", "unload", "crash"]),
+        st.sampled_from("abc"),
+        st.sampled_from("xy"),
+    ),
     max_size=25,
 )
 
@@ -361,7 +531,7 @@ OPERATIONS = st.lists(
 def test_a_replica_that_catches_up_after_any_history_holds_what_is_desired(
     operations: list[tuple[str, str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Any mix of loads, refused loads, unloads and router crashes, seen by a replica that listens now and then."""
+    """Any mix of loads, replacements, unloads and crashes, seen by a replica that listens now and then."""
     path = tmp_path_factory.mktemp("history") / "journal.sqlite"
     registry, holding, generations = AdapterRegistry(path), dict[str, int](), list[int]()
     for position, (operation, name, source) in enumerate(operations):
@@ -369,6 +539,19 @@ def test_a_replica_that_catches_up_after_any_history_holds_what_is_desired(
             if operation in ("load", "refused") and registry.begin_load(name, source) is not None:
                 generations.append(registry.epoch)
                 registry.commit_load(name) if operation == "load" else registry.rollback_load(name)
+            elif operation in ("replace", "refused replace"):
+                change = registry.begin_replace(name, source)
+                assert change is not None
+                generations.append(registry.epoch)
+                if operation == "refused replace":
+                    registry.rollback_load(change.request.lora_name)
+                elif change.request.lora_name == name:
+                    registry.commit_load(name)
+                else:
+                    generations.append(registry.commit_replace(name, None).epoch)
+                    if position % 2:
+                        apply(registry.catch_up(holding), holding)
+                    registry.finish_replace(name)
             elif operation == "unload":
                 registry.begin_unload(name)
                 registry.finish_unload(name)
@@ -384,12 +567,12 @@ def test_a_replica_that_catches_up_after_any_history_holds_what_is_desired(
 
 
 def apply(changes: list[Change], holding: dict[str, int]) -> None:
-    """What a replica does: an adapter must be unloaded before its name can be loaded again."""
+    """What a replica does: an adapter must be unloaded before its name can be loaded again, or replaced in place."""
     for change in changes:
         name, generation = change.request.lora_name, change.request.generation
         assert generation is not None
         if change.request.operation is LoRAOperation.LOAD:
-            assert name not in holding
+            assert change.request.replace == (name in holding)
             holding[name] = generation
         else:
             assert holding.pop(name) == generation

@@ -3,99 +3,19 @@
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.fleet import LoadOutcome, Registration, ReplicaUnknown
-from cluster.registry import Change
-from deployments.router import AdapterRouter
+from cluster.changes import Change
+from cluster.fleet import Applied, LoadOutcome, ReplicaUnknown
 from lora_core.errors import ConfigError
 from lora_core.messages import Residency
-from lora_core.types import AdapterRef, LoRAOperation, LoRAResponse, LoRAStatus
-
-Refusal = Callable[[Change], LoRAResponse | None]
-
-
-def make_router(**settings: Any) -> AdapterRouter:
-    return AdapterRouter({"base_name": "base", "lease_s": 0.5, "change_timeout_s": 5.0, **settings})
-
-
-class Replica:
-    """Follows the router as a replica does; its adapters are a dict."""
-
-    def __init__(self, router: AdapterRouter, name: str, refuse: Refusal = lambda _: None, delay_s: float = 0) -> None:
-        self.router, self.name, self.refuse, self.delay_s = router, name, refuse, delay_s
-        self.holding: dict[str, int] = {}
-        self.paths: dict[str, str | None] = {}
-        self.applied: list[Change] = []
-        self.epoch = 0
-        self.registration: Registration | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> "Replica":
-        self.registration = await self.router.register(self.name, self.holding)
-        results = {change.request.lora_name: await self.apply(change) for change in self.registration.changes}
-        self.epoch = self.registration.epoch
-        await self.router.acknowledge(self.name, self.epoch, results)
-        self._task = asyncio.create_task(self.follow())
-        return self
-
-    async def follow(self) -> None:
-        while True:
-            for change in await self.router.wait_changes(self.name, self.epoch, 0.1):
-                response = await self.apply(change)
-                self.epoch = change.epoch
-                await self.router.acknowledge(self.name, change.epoch, {change.request.lora_name: response})
-
-    async def apply(self, change: Change) -> LoRAResponse:
-        await asyncio.sleep(self.delay_s)
-        self.applied.append(change)
-        name, generation = change.request.lora_name, change.request.generation
-        assert generation is not None
-        refusal = self.refuse(change)
-        if refusal is not None:
-            return refusal
-        if change.request.operation is LoRAOperation.LOAD:
-            assert name not in self.holding, "loaded over another generation"
-            self.holding[name], self.paths[name] = generation, change.request.lora_path
-        elif self.holding.pop(name, None) is None:
-            return LoRAResponse(LoRAStatus.UNLOAD_NAME_NONEXISTENT, "not here")
-        return LoRAResponse(LoRAStatus.SUCCESS, "done")
-
-    async def stop(self) -> None:
-        """Vanish as a killed process does, without a word."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-
-@asynccontextmanager
-async def fleet(router: AdapterRouter, *replicas: Replica) -> AsyncIterator[list[Replica]]:
-    for replica in replicas:
-        await replica.start()
-    yield list(replicas)
-    for replica in replicas:
-        await replica.stop()
-    await router.close()
-
-
-def refuse_all(status: LoRAStatus, message: str) -> Refusal:
-    def refuse(change: Change) -> LoRAResponse | None:
-        return LoRAResponse(status, message) if change.request.operation is LoRAOperation.LOAD else None
-
-    return refuse
-
-
-async def settled(condition: Callable[[], bool], timeout_s: float = 3) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        await asyncio.sleep(0.01)
+from lora_core.types import AdapterRef, LoRAStatus
+from tests.unit.router_fleet import Replica, fleet, make_router, names, refuse_all, settled
 
 
 @contextmanager
@@ -109,10 +29,6 @@ def unwritable(journal: Path, write: str) -> Iterator[None]:
 
 def contents(folder: Path) -> list[Path]:
     return list(folder.iterdir())
-
-
-async def names(router: AdapterRouter) -> set[str]:
-    return set((await router.table()).adapters)
 
 
 async def test_a_load_reaches_every_replica_before_it_is_answered() -> None:
@@ -239,7 +155,8 @@ async def test_five_hundred_cycles_leave_nothing_behind() -> None:
             assert (await router.unload(f"a{i % 7}")).status is LoRAStatus.SUCCESS
         assert replica.holding == {}
         (member,) = router._members.live
-        assert (member.words, dict(router._locks), router._loads, router._tasks) == ({}, {}, {}, set())
+        assert (member.words, member.pin_words) == ({}, {})
+        assert router._operations.is_idle
 
 
 async def test_without_replicas_a_load_fails_and_registers_nothing() -> None:
@@ -304,7 +221,7 @@ async def test_heartbeats_keep_a_replica_that_is_long_at_work() -> None:
     router = make_router(lease_s=0.2)
 
     class Busy(Replica):
-        async def apply(self, change: Change) -> LoRAResponse:
+        async def apply(self, change: Change) -> Applied:
             for _ in range(6):
                 await asyncio.sleep(0.1)
                 await self.router.heartbeat(self.name)
@@ -322,8 +239,7 @@ async def test_an_acknowledgement_without_a_result_is_no_success() -> None:
         async def follow(self) -> None:
             while True:
                 for change in await self.router.wait_changes(self.name, self.epoch, 0.1):
-                    self.epoch = change.epoch
-                    await self.router.acknowledge(self.name, change.epoch, {})
+                    await self.acknowledge(change.epoch, Applied())
 
     async with fleet(router, Terse(router, "terse")):
         outcome = await router.load("a", "/a")
@@ -399,7 +315,7 @@ async def test_unknown_and_expired_replicas_are_told_to_register() -> None:
     for call in (
         router.wait_changes("ghost", 0, 1),
         router.heartbeat("ghost"),
-        router.acknowledge("ghost", 0, {}),
+        router.acknowledge("ghost", 0, Applied()),
         router.report_residency("ghost", Residency(1, [], []), 1),
     ):
         with pytest.raises(ReplicaUnknown, match="ghost"):
@@ -595,7 +511,7 @@ async def test_a_load_of_files_that_changed_is_refused_until_the_old_ones_are_un
         assert refused.status is LoRAStatus.LOAD_NAME_EXISTS
         assert refused.message == (
             f"adapter 'w' is loaded from {path!r}, whose files have changed since; "
-            "unload it first to serve the new ones"
+            "send load_inplace: true to serve the new ones, or unload it first"
         )
         assert replica.applied == [before], "what is served goes on being served"
         await router.unload("w")
@@ -623,28 +539,6 @@ async def test_a_folder_that_is_gone_is_no_other_adapter(tmp_path: Path) -> None
         await router.load("w", path)
         (tmp_path / "w").rename(tmp_path / "elsewhere")
         assert (await router.load("w", path)).status is LoRAStatus.SUCCESS
-
-
-async def test_a_replica_that_would_load_other_files_than_its_fellows_is_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, other = write_adapter(tmp_path / "w", b"old"), write_adapter(tmp_path / "same", b"old")
-    router = make_router()
-    async with fleet(router, Replica(router, "r0")):
-        await router.load("w", path)
-        await router.load("same", other)
-        early = await Replica(router, "early").start()
-        await settled(lambda: not router._tasks)
-        assert "have changed" not in caplog.text
-        write_adapter(tmp_path / "w", b"newer")
-        late = await Replica(router, "late").start()
-        later = await Replica(router, "later").start()
-        await settled(lambda: not router._tasks)
-        (warning,) = [record for record in caplog.records if "have changed" in record.getMessage()]
-        assert warning.levelname == "WARNING"
-        assert "'w'" in warning.getMessage()
-        assert path in warning.getMessage()
-        await asyncio.gather(*(replica.stop() for replica in (early, late, later)))
 
 
 @pytest.mark.parametrize("path", ["org/name@rev", "/elsewhere/./adapter/", "~nobody-of-this-name/x", "~", ""])

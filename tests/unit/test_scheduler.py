@@ -75,7 +75,7 @@ def test_preemption_gives_the_slot_back_too() -> None:
     newer = engine.add("b", prompt=8, max_tokens=14)
     while engine.running(newer) or newer.num_output_tokens == 0:
         engine.step()
-    assert not engine.slots.pins[engine.adapter("b")]
+    assert not engine.slots.table.num_pins(engine.adapter("b"))
     engine.run()
     engine.assert_exact(newer)
 

@@ -1,5 +1,6 @@
 """`args` and the whole configuration file: right values pass, each wrong one is named with what would be right."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ def test_shipped_configuration_is_right() -> None:
     assert len(config.settings.lora_config.lora_paths) == 3
 
 
+def test_what_the_shipped_configuration_only_mentions_works_too(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(re.sub(r"^( +)# (\w+: )", r"\1\2", CONFIG.read_text(), flags=re.MULTILINE))
+    shipped, settings = read_serve_config(CONFIG).settings, read_serve_config(path).settings
+    assert settings.engine.quantization == "int8"
+    assert not settings.lora_config.adapt_embeddings
+    assert settings.lora_config.host_memory_bytes == shipped.lora_config.host_memory_bytes == 8 * 2**30
+    assert settings.lora_config.drain_timeout_s == shipped.lora_config.drain_timeout_s == 300
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
@@ -30,6 +41,10 @@ def test_shipped_configuration_is_right() -> None:
         ({"lora_config": {"enable_lora": True, "max_lora_rank": 512}}, "less than or equal to 256 (found 512)"),
         ({"lora_config": {"enable_lora": True, "max_num_loras": 0}}, "greater than or equal to 1 (found 0)"),
         ({"lora_config": {"lora_paths": ["a=b"]}}, "set enable_lora: true"),
+        ({"lora_config": {"host_memory_bytes": 0}}, "lora_config.host_memory_bytes: Input should be greater than or"),
+        ({"lora_config": {"drain_timeout_s": -1}}, "lora_config.drain_timeout_s: Input should be greater than or"),
+        ({"lora_config": {"adapt_embedding": False}}, "did you mean 'adapt_embeddings'?"),
+        ({"engine": {"quantization": "int3"}}, "engine.quantization: Input should be 'none', 'int8' or 'int4'"),
         ({"engine": {"dtype": "int3"}}, "engine.dtype: "),
         ({"engine": {"max_num_seqs": "many"}}, "valid integer"),
     ],

@@ -1,126 +1,34 @@
 """Finding an adapter's folder: here, on a Hub (a loopback server speaking its API), or nowhere."""
 
-import hashlib
-import http.server
 import json
+import logging
+import os
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
 import pytest
 
+import lora_core.hub
 from lora_core.errors import InvalidAdapterPath
 from lora_core.store import AdapterStore
+from tests.unit.loopback_hub import FILES, REPO, LoopbackHub, running_hub
 
-REPO = "org/adapter"
-FILES = {
-    "main": {
-        "adapter_config.json": b'{"r": 8}',
-        "adapter_model.safetensors": b"new weights",
-        "adapter_model.bin": b"pickle",
-        "README.md": b"words",
-        "optimizer.pt": b"pickle",
-        "checkpoint-10/adapter_model.safetensors": b"other weights",
-        "checkpoint-10/adapter_config.json": b"{}",
-    },
-    "v1": {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"old weights"},
-    "no-config": {"model.safetensors": b"a whole model"},
-}
-
-
-class Hub(http.server.ThreadingHTTPServer):
-    """The few endpoints of a Hub that fetching a repo needs, counting what is downloaded."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.downloads: list[str] = []
-        self.gated = False
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-def commit_of(revision: str) -> str:
-    return hashlib.sha1(revision.encode()).hexdigest()
-
-
-class HubHandler(http.server.BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *args: object) -> None:
-        """Say nothing on stderr."""
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
-        path = unquote(urlsplit(self.path).path).removeprefix("/")
-        if self.server.gated:
-            self._send(403, b"", {"X-Error-Code": "GatedRepo"})
-        elif not path.removeprefix("api/models/").startswith(REPO + "/"):
-            self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
-        else:
-            self._answer_repo(path)
-
-    def _answer_repo(self, path: str) -> None:
-        kind, _, rest = path.removeprefix("api/models/").removeprefix(REPO + "/").partition("/")
-        name, _, file = rest.partition("/")
-        revision = next((known for known in FILES if name in (known, commit_of(known))), None)
-        if revision is None:
-            return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        files = FILES[revision]
-        if kind == "revision":
-            siblings = [{"rfilename": name} for name in files]
-            return self._send_json({"id": REPO, "sha": commit_of(revision), "siblings": siblings})
-        if kind == "tree":
-            entries = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in files.items()
-            ]
-            return self._send_json(entries)
-        if file not in files:
-            return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit_of(revision)})
-        if self.command == "GET":
-            self.server.downloads.append(f"{revision}/{file}")
-        etag = f'"{hashlib.sha1(files[file]).hexdigest()}"'
-        return self._send(200, files[file], {"X-Repo-Commit": commit_of(revision), "ETag": etag})
-
-    def _send_json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    server = Hub()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with running_hub() as server:
+        yield server
 
 
-def store_of(hub: Hub, tmp_path: Path) -> AdapterStore:
+def store_of(hub: LoopbackHub, tmp_path: Path) -> AdapterStore:
     return AdapterStore(True, endpoint=hub.url, cache_dir=tmp_path / "cache")
 
 
@@ -137,6 +45,45 @@ def test_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert AdapterStore(True).resolve("org/adapter@v1") == expected  # a local folder comes first
 
 
+def test_home_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = (tmp_path / "adapter").resolve()
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert AdapterStore(False).resolve("~/adapter") == folder
+    (tmp_path / "link").symlink_to(folder)
+    assert AdapterStore(False).resolve(str(tmp_path / "link")) == folder
+
+
+def test_a_broken_link_says_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/no/such/folder")
+    with pytest.raises(InvalidAdapterPath, match="is a link to '/no/such/folder', which does not exist"):
+        AdapterStore(True).resolve(str(tmp_path / "link"))
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(InvalidAdapterPath, match="cannot be looked at: Too many levels of symbolic links"):
+        AdapterStore(True).resolve(str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "reason"), [("", 0o300, "may not be read"), ("inner", 0o600, "looked at: Permission denied")]
+)
+def test_a_folder_that_may_not_be_read(path: str, mode: int, reason: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "inner").mkdir()
+        os.chmod(folder, mode)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(folder, 65534, 65534)
+            os.seteuid(65534)
+        try:
+            with pytest.raises(InvalidAdapterPath, match=reason):
+                AdapterStore(False).resolve(str(Path(folder, path)))
+        finally:
+            if is_root:
+                os.seteuid(0)
+            os.chmod(folder, 0o700)
+
+
 @pytest.mark.parametrize(
     "source", ["/no/such/folder", "./org/adapter", "../adapter", "adapter", "a/b/c", "org/adapter@", "-org/x", "org/ü"]
 )
@@ -151,8 +98,9 @@ def test_missing_folder_is_named(source: str, allow_remote: bool) -> None:
 
 @pytest.mark.parametrize("source", ["", "  ", "a\0b", "x" * 5000, "org/" + "x" * 5000, "org/a..b", "org/a--b"])
 def test_malformed_source(source: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidAdapterPath):
+    with pytest.raises(InvalidAdapterPath) as error:
         AdapterStore(True, endpoint="http://127.0.0.1:9", cache_dir=tmp_path).resolve(source)
+    assert len(str(error.value)) < 400
 
 
 def test_a_file_is_no_adapter(tmp_path: Path) -> None:
@@ -162,13 +110,13 @@ def test_a_file_is_no_adapter(tmp_path: Path) -> None:
         AdapterStore(True).resolve(str(path))
 
 
-def test_remote_sources_are_refused_unless_allowed(hub: Hub) -> None:
+def test_remote_sources_are_refused_unless_allowed(hub: LoopbackHub) -> None:
     with pytest.raises(InvalidAdapterPath, match=r"set lora_config.allow_remote: true"):
         AdapterStore(False, endpoint=hub.url).resolve(REPO)
-    assert hub.downloads == []
+    assert hub.tokens == []
 
 
-def test_only_config_and_weights_are_fetched(hub: Hub, tmp_path: Path) -> None:
+def test_only_config_and_weights_are_fetched(hub: LoopbackHub, tmp_path: Path) -> None:
     folder = store_of(hub, tmp_path).resolve(REPO)
     names = ("adapter_config.json", "adapter_model.safetensors")
     assert contents(folder) == {name: FILES["main"][name] for name in names}
@@ -177,9 +125,45 @@ def test_only_config_and_weights_are_fetched(hub: Hub, tmp_path: Path) -> None:
     assert len(hub.downloads) == 2  # the second time, all of it was in the cache
 
 
-@pytest.mark.parametrize("revision", ["v1", commit_of("v1")])
-def test_revision(hub: Hub, tmp_path: Path, revision: str) -> None:
-    assert contents(store_of(hub, tmp_path).resolve(f"{REPO}@{revision}")) == FILES["v1"]
+def test_shards_and_index_are_fetched(hub: LoopbackHub, tmp_path: Path) -> None:
+    assert contents(store_of(hub, tmp_path).resolve(f"{REPO}@sharded")) == FILES["sharded"]
+
+
+def test_weights_of_another_name_are_fetched(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.files["main"] = {"adapter_config.json": b"{}", "mine.safetensors": b"weights", "b/c.safetensors": b""}
+    assert contents(store_of(hub, tmp_path).resolve(REPO)).keys() == {"adapter_config.json", "mine.safetensors"}
+
+
+@pytest.mark.parametrize("revision", ["v1", "refs/pr/1"])
+def test_revision(hub: LoopbackHub, tmp_path: Path, revision: str) -> None:
+    assert contents(store_of(hub, tmp_path).resolve(f"{REPO}@{revision}")) == FILES[revision]
+
+
+def test_a_cached_commit_is_not_asked_for(hub: LoopbackHub, tmp_path: Path) -> None:
+    source = f"{REPO}@{hub.commit('v1')}"
+    folder = store_of(hub, tmp_path).resolve(source)
+    assert contents(folder) == FILES["v1"]
+    hub.tokens.clear()
+    assert store_of(hub, tmp_path).resolve(source) == folder
+    assert hub.tokens == []
+
+
+@pytest.mark.parametrize("revision", ["../../x", "/x", "x/", "a b", "-x", "a..b", "x~1"])
+def test_a_revision_that_git_would_not_have(hub: LoopbackHub, tmp_path: Path, revision: str) -> None:
+    with pytest.raises(InvalidAdapterPath, match="is no name of a branch, a tag or a commit"):
+        store_of(hub, tmp_path).resolve(f"{REPO}@{revision}")
+    assert hub.tokens == []
+
+
+def test_a_branch_is_followed(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(hub, tmp_path)
+    old = store.resolve(REPO)
+    hub.files["main"] = {**FILES["main"], "adapter_model.safetensors": b"newer weights"}
+    new = store.resolve(REPO)
+    assert contents(new)["adapter_model.safetensors"] == b"newer weights"
+    assert contents(old)["adapter_model.safetensors"] == b"new weights"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert store.resolve(REPO) == new
 
 
 @pytest.mark.parametrize(
@@ -190,16 +174,88 @@ def test_revision(hub: Hub, tmp_path: Path, revision: str) -> None:
         (f"{REPO}@no-config", "the repo has no adapter_config.json, so it is not a PEFT adapter"),
     ],
 )
-def test_what_the_hub_does_not_have(hub: Hub, tmp_path: Path, source: str, reason: str) -> None:
+def test_what_the_hub_does_not_have(hub: LoopbackHub, tmp_path: Path, source: str, reason: str) -> None:
     with pytest.raises(InvalidAdapterPath, match=rf"'{source}' cannot be fetched: {reason}"):
         store_of(hub, tmp_path).resolve(source)
     assert hub.downloads == []
 
 
-def test_gated_repo(hub: Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["adapter_model.bin"], "has adapter_model.bin and no adapter_model.safetensors: pickled weights are never"),
+        ([], r"the repo has no adapter_model.safetensors$"),
+        (["x/adapter_model.safetensors"], "x/adapter_model.safetensors is in a sub-folder"),
+        (["a.safetensors", "b.safetensors"], "has a.safetensors, b.safetensors without adapter_model.safetensors.i"),
+        (["adapter_model-00001-of-00002.safetensors"], "without adapter_model.safetensors.index.json"),
+    ],
+)
+def test_a_repo_without_weights_that_are_served(
+    hub: LoopbackHub, tmp_path: Path, names: list[str], reason: str
+) -> None:
+    hub.files["main"] = {"adapter_config.json": b"{}", **dict.fromkeys(names, b"weights")}
+    with pytest.raises(InvalidAdapterPath, match=reason):
+        store_of(hub, tmp_path).resolve(REPO)
+    assert hub.downloads == []
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        (b"{", "is not a safetensors index"),
+        (b"[]", "is not a safetensors index"),
+        (b'{"weight_map": {"x": "../y.safetensors"}}', "names ../y.safetensors, which the repo does not have"),
+    ],
+)
+def test_a_wrong_index(hub: LoopbackHub, tmp_path: Path, index: bytes, reason: str) -> None:
+    hub.files["sharded"]["adapter_model.safetensors.index.json"] = index
+    with pytest.raises(InvalidAdapterPath, match=reason):
+        store_of(hub, tmp_path).resolve(f"{REPO}@sharded")
+    assert hub.downloads == ["sharded/adapter_model.safetensors.index.json"]
+
+
+def test_absurd_sizes(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = AdapterStore(True, endpoint=hub.url, cache_dir=tmp_path, max_bytes=10)
+    with pytest.raises(InvalidAdapterPath, match=r"its weights take 19 bytes, at most 10 .*host_memory_bytes"):
+        small.resolve(REPO)
+    monkeypatch.setattr(lora_core.hub, "MAX_JSON_BYTES", 5)
+    with pytest.raises(InvalidAdapterPath, match=r"its adapter_config.json take 8 bytes, at most 5"):
+        store_of(hub, tmp_path).resolve(REPO)
+    assert "main/adapter_config.json" not in hub.downloads
+
+
+def test_gated_repo(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.gated = True
     with pytest.raises(InvalidAdapterPath, match="set HF_TOKEN"):
         store_of(hub, tmp_path).resolve(REPO)
+
+
+def test_token_of_the_environment_or_the_login(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="lora_core")
+    (tmp_path / "token").write_text("hf_stored")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    store_of(hub, tmp_path).resolve(REPO)
+    assert set(hub.tokens) == {"Bearer hf_stored"}
+    monkeypatch.setenv("HF_TOKEN", "hf_set")
+    store_of(hub, tmp_path).resolve(f"{REPO}@v1")
+    assert hub.tokens[-1] == "Bearer hf_set"
+    assert "hf_s" not in caplog.text
+
+
+def test_progress_is_logged_where_there_is_no_terminal(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="lora_core.hub")
+    monkeypatch.setattr(lora_core.hub, "PROGRESS_S", 0.0)
+    hub.files["main"]["adapter_model.safetensors"] = bytes(12_000_000)
+    store_of(hub, tmp_path).resolve(REPO)
+    first, *bars, last = caplog.messages
+    assert first == f"Fetching LoRA adapter {REPO} at commit {hub.commit('main')} from {hub.url}"
+    assert last.startswith(f"Fetched LoRA adapter {REPO} in ")
+    assert any(line.endswith(": 12.0 of 12.0 MB") for line in bars), bars
 
 
 def test_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,26 +266,68 @@ def test_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         store.resolve(REPO)
 
 
+def test_a_cached_adapter_outlives_an_outage_but_not_a_refusal(
+    hub: LoopbackHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_of(hub, tmp_path)
+    folder = store.resolve(REPO)
+    hub.down = True
+    assert store.resolve(REPO) == folder
+    assert "Using the cached org/adapter: the Hub answered with an error: Server error '503" in caplog.text
+    unreachable = AdapterStore(True, endpoint="http://127.0.0.1:9", cache_dir=tmp_path / "cache")
+    assert unreachable.resolve(REPO) == folder
+    hub.down, hub.gated = False, True
+    with pytest.raises(InvalidAdapterPath, match="access to the repo is restricted"):
+        store.resolve(REPO)
+
+
 def test_offline_mode_serves_the_cache_and_asks_nobody(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_of(hub, tmp_path)
     folder = store.resolve(REPO)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    hub.downloads.clear()
+    hub.tokens.clear()
     assert store.resolve(REPO) == folder
-    with pytest.raises(InvalidAdapterPath, match="HF_HUB_OFFLINE"):
+    assert store.resolve(f"{REPO}@{hub.commit('main')}") == folder
+    with pytest.raises(InvalidAdapterPath, match=r"HF_HUB_OFFLINE is set, .* lacks its adapter_config.json"):
         store.resolve(f"{REPO}@v1")
-    assert hub.downloads == []
+    assert hub.tokens == []
 
 
-def test_offline_mode_is_read_from_the_environment(hub: Hub, tmp_path: Path) -> None:
-    code = (
-        "from pathlib import Path; from lora_core.store import AdapterStore; "
-        f"AdapterStore(True, endpoint={hub.url!r}, cache_dir=Path({str(tmp_path)!r})).resolve({REPO!r})"
-    )
-    environment = {"PATH": "", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
-    root = Path(__file__).parents[2]
-    ended = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
-    assert "InvalidAdapterPath: 'org/adapter' cannot be fetched: the Hub was not reached" in ended.stderr
-    assert hub.downloads == []
+@pytest.mark.parametrize(
+    ("removed", "lacking"),
+    [
+        (["adapter_model-00002-of-00002.safetensors"], "its adapter_model-00002-of-00002.safetensors"),
+        (["adapter_model.safetensors.index.json"], "its adapter_model.safetensors.index.json"),
+        ([name for name in FILES["sharded"] if name != "adapter_config.json"], "its weights"),
+    ],
+)
+def test_offline_mode_refuses_what_another_tool_left_incomplete(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: list[str], lacking: str
+) -> None:
+    store = store_of(hub, tmp_path)
+    folder = store.resolve(f"{REPO}@sharded")
+    for name in removed:
+        (folder / name).unlink()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InvalidAdapterPath, match=f"lacks {lacking}; unset HF_HUB_OFFLINE"):
+        store.resolve(f"{REPO}@sharded")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert contents(store.resolve(f"{REPO}@sharded")) == FILES["sharded"]
+
+
+def test_the_environment_names_hub_home_and_mode(hub: LoopbackHub, tmp_path: Path) -> None:
+    code = f"from lora_core.store import AdapterStore; print(AdapterStore(True).resolve({REPO!r}))"
+    environment = {"PATH": "", "HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, cwd=ROOT, env={**environment, **more}, capture_output=True, text=True)
+
+    expected = "InvalidAdapterPath: 'org/adapter' cannot be fetched: the Hub was not reached"
+    assert expected in run(HF_HUB_OFFLINE="1").stderr
+    assert hub.tokens == []
+    folder = Path(run().stdout.strip())
+    assert folder.is_relative_to((tmp_path / "hf" / "hub").resolve())
+    assert json.loads((folder / "adapter_config.json").read_bytes()) == {"r": 8}

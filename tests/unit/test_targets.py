@@ -7,7 +7,7 @@ import torch
 
 from lora_core.errors import ConfigError
 from lora_core.targets import LoRATargetModule, lora_sites, stack_weights
-from tests.unit.adapted_model import PROJECTIONS, TARGETS
+from tests.unit.adapted_model import HIDDEN, LM_PROJECTIONS, LM_TARGETS, PROJECTIONS, TARGETS, VOCABULARY
 
 QKV, O_PROJ = TARGETS[:2]
 
@@ -29,6 +29,25 @@ def test_sites_are_layer_by_layer_in_target_order() -> None:
         "layers.1.self_attn.qkv_proj",
     ]
     assert (sites[0].in_features, sites[0].slices) == (16, (16, 8, 8))
+
+
+def test_the_embedding_is_the_first_site_and_the_head_the_last() -> None:
+    sites = lora_sites(LM_TARGETS, LM_PROJECTIONS, num_layers=2)
+    assert [site.name for site in sites] == [
+        "embed_tokens",
+        *(site.name for site in lora_sites(TARGETS, PROJECTIONS, num_layers=2)),
+        "lm_head",
+    ]
+    assert [site.index for site in sites] == list(range(10))
+    assert [site.kind for site in sites] == ["embedding", *["layer"] * 8, "head"]
+    embedding, head = sites[0], sites[-1]
+    assert (embedding.layer, embedding.modules, embedding.in_features, embedding.slices) == (
+        None,
+        ("embed_tokens",),
+        VOCABULARY,
+        (HIDDEN,),
+    )
+    assert (head.layer, head.modules, head.in_features, head.slices) == (None, ("lm_head",), HIDDEN, (VOCABULARY,))
 
 
 @pytest.mark.parametrize(

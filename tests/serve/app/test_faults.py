@@ -16,6 +16,7 @@ import pytest
 from cluster.demo.base_model import prepare
 from deployments.launcher import Served
 from tests.factories import make_adapter
+from tests.serve.app.replicas import replica_processes, wait_until_healed
 
 NUM_ADAPTERS = 12
 NUM_REQUESTS = 64
@@ -79,27 +80,6 @@ async def streamed(http: httpx.AsyncClient, model: str, index: int, **fields: An
                     return tokens, "error"
                 tokens += event["choices"][0].get("token_ids", [])
     return tokens, "cut"
-
-
-def replica_processes(served: Served) -> list[psutil.Process]:
-    """The engine replicas of this test's own cluster."""
-    found = []
-    for child in psutil.Process(served.cluster.pid).children(recursive=True):
-        # One that has just been killed has no command line any more.
-        with contextlib.suppress(psutil.Error):
-            found += [child] if "EngineReplica" in "".join(child.cmdline()[:1]) else []
-    return found
-
-
-async def wait_until_healed(http: httpx.AsyncClient, served: Served, gone: int, timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        pids = [process.pid for process in replica_processes(served)]
-        health = (await http.get("/health")).json()
-        if gone not in pids and len(pids) == 2 and health["replicas"] == 2:
-            return
-        await asyncio.sleep(0.5)
-    raise AssertionError(f"not healed within {timeout_s} s: {pids} {health}")
 
 
 async def test_many_requests_over_more_adapters_than_slots(http: httpx.AsyncClient, adapters: list[str]) -> None:

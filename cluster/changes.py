@@ -1,0 +1,52 @@
+"""The steps by which the desired adapters change, in order, for replicas that apply them one by one."""
+
+import bisect
+
+import msgspec
+
+from lora_core.types import LoRARequest
+
+MAX_CHANGES_KEPT = 10_000
+"""Changes kept for replicas that are behind; one further behind registers again."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of the desired state, as replicas apply it."""
+
+    epoch: int
+    request: LoRARequest
+    """Carries the generation: a load gives it to the adapter, an unload names the one to drop."""
+    static: bool = False
+    """A static adapter that cannot be loaded is a fault of the configuration: a starting replica should not start."""
+
+
+class ChangeLog:
+    """The last changes, by rising epoch.
+
+    Args:
+        epoch: Of the last change before the first one that will be recorded.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        """Of the last change."""
+        self._horizon = epoch
+        self._changes: list[Change] = []
+
+    def record(self, change: Change) -> Change:
+        """Add the newest change, and return it."""
+        assert change.epoch > self.epoch, f"epoch {change.epoch} does not come after {self.epoch}"
+        self.epoch = change.epoch
+        self._changes.append(change)
+        # Cut by halves, so that the cost of a cut is spread over many changes.
+        if len(self._changes) > MAX_CHANGES_KEPT:
+            dropped = len(self._changes) // 2
+            self._horizon = self._changes[dropped - 1].epoch
+            del self._changes[:dropped]
+        return change
+
+    def since(self, epoch: int) -> list[Change] | None:
+        """Changes later than `epoch`, oldest first; None where they are no longer known."""
+        if not self._horizon <= epoch <= self.epoch:
+            return None
+        return self._changes[bisect.bisect_right(self._changes, epoch, key=lambda change: change.epoch) :]

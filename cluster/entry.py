@@ -1,0 +1,79 @@
+"""One desired adapter, and what replicas are asked for its sake."""
+
+from typing import Literal
+
+import msgspec
+
+from cluster.journal import AdapterRow
+from lora_core.types import LoRAOperation, LoRARequest
+
+EntryState = Literal["loading", "ready", "unloading"]
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One desired adapter."""
+
+    name: str
+    path: str
+    generation: int
+    """Epoch of its load."""
+    state: EntryState
+    static: bool = False
+    """Named by the configuration (`lora_paths`) rather than loaded at run time."""
+    epoch: int = 0
+    """Epoch of its load or unload, which a request for it needs."""
+    fingerprint: str | None = None
+    """`folder_fingerprint` of `path` when its load began; None where unknown."""
+    content_hash: str | None = None
+    """What this generation is, on every replica; None until the first one has told."""
+    pinned: bool = False
+    """Kept in a slot of every replica."""
+
+    @classmethod
+    def restored(cls, row: AdapterRow) -> "AdapterEntry":
+        """The ready adapter that the journal kept."""
+        return cls(
+            name=row.name,
+            path=row.path,
+            generation=row.generation,
+            state="ready",
+            static=row.static,
+            epoch=row.generation,
+            fingerprint=row.fingerprint,
+            content_hash=row.content_hash,
+            pinned=row.pinned,
+        )
+
+    def row(self, report: bytes | None = None) -> AdapterRow:
+        """The adapter as the journal keeps it, with the JSON of its load's report."""
+        return AdapterRow(
+            name=self.name,
+            path=self.path,
+            generation=self.generation,
+            state=self.state,
+            static=self.static,
+            fingerprint=self.fingerprint,
+            content_hash=self.content_hash,
+            pinned=self.pinned,
+            report=report,
+        )
+
+    def load_request(self, *, replace: bool = False) -> LoRARequest:
+        """Load this generation, of the content it has where that is known."""
+        return LoRARequest(
+            LoRAOperation.LOAD,
+            self.name,
+            self.path,
+            self.generation,
+            replace=replace,
+            content_hash=self.content_hash,
+        )
+
+    def unload_request(self) -> LoRARequest:
+        """Unload this generation."""
+        return LoRARequest(LoRAOperation.UNLOAD, self.name, generation=self.generation)
+
+    def pin_request(self) -> LoRARequest:
+        """Pin or unpin, as the adapter is to be."""
+        operation = LoRAOperation.PIN if self.pinned else LoRAOperation.UNPIN
+        return LoRARequest(operation, self.name, generation=self.generation)

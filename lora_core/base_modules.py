@@ -1,0 +1,105 @@
+"""The base model's layers by PEFT module, as adapters are checked and converted against them."""
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lora_core.layers import LoRALayer, lora_layers
+
+_NUM_CANARY_TOKENS = 64
+
+
+class _Part(NamedTuple):
+    """The rows of a layer's output that are one PEFT module's."""
+
+    layer: LoRALayer
+    start: int
+    stop: int
+
+
+class ModelBaseModules:
+    """Weights and canary outputs of a wrapped model's layers, by normalised module name.
+
+    Implements `lora_core.module_weights.BaseModules`. Any thread may ask, also while another runs the model: the layers
+    are only read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look at the LoRA layers of a wrapped model, whose weights are loaded."""
+        self._parts = {name: part for _, layer in lora_layers(model) for name, part in _parts(layer)}
+        floats = (p for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+        anchor = next(floats, torch.empty(0))
+        self._dtype, self._device = anchor.dtype, anchor.device
+        self._lock = threading.Lock()
+        self._outputs: dict[str, Tensor] = {}
+        self._stream = _side_stream(self._device)
+
+    def weight(self, module: str) -> Tensor:
+        """fp32 weight on the CPU in the checkpoint's layout: `[out, in]`, of the embedding `[vocab, hidden]`.
+
+        It may share memory with the model: it is not to be changed.
+
+        Raises:
+            KeyError: the model has no such module, or no adapter may change it.
+        """
+        layer, start, stop = self._parts[module]
+        # Not inference mode: quantised tensors cannot be detached in it.
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            dense = layer.base.dense_weight() if hasattr(layer.base, "dense_weight") else layer.get_parameter("weight")
+            if layer.site.kind != "embedding":
+                dense = dense[start:stop]
+            return dense.detach().float().cpu()
+
+    def canary(self, module: str) -> tuple[Tensor, Tensor]:
+        """A fixed input and the base's output for it, kept after the first call.
+
+        Inputs depend on the layer's input width alone: values of unit mean square or, of the embedding, ids spread over
+        the vocabulary.
+
+        Returns:
+            fp32 `[in]` (of the embedding: int64 token ids `[n]`), and `[out]` (`[n, hidden]`) in the base dtype, on the
+            CPU. Neither is to be changed.
+
+        Raises:
+            KeyError: the model has no such module, or no adapter may change it.
+        """
+        layer, start, stop = self._parts[module]
+        x = self._input(layer)
+        with self._lock:
+            if layer.site.name not in self._outputs:
+                self._outputs[layer.site.name] = self._run(layer, x)
+            y = self._outputs[layer.site.name]
+        return (x, y) if layer.site.kind == "embedding" else (x, y[start:stop])
+
+    def _input(self, layer: LoRALayer) -> Tensor:
+        width = layer.site.in_features
+        if layer.site.kind == "embedding":
+            return torch.linspace(0, width - 1, min(width, _NUM_CANARY_TOKENS)).long()
+        x = torch.randn(width, generator=torch.Generator().manual_seed(width))
+        # What the base computes with, so that the adapter's product is taken of the same values.
+        return x.div_(x.square().mean().sqrt()).to(self._dtype).float()
+
+    def _run(self, layer: LoRALayer, x: Tensor) -> Tensor:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if layer.site.kind == "embedding":
+                return layer.base(x.to(self._device)).cpu()
+            return layer.base(x.to(self._device, self._dtype)[None])[0].cpu()
+
+
+def _parts(layer: LoRALayer) -> list[tuple[str, _Part]]:
+    parts, start = [], 0
+    for name, width in zip(layer.site.modules, layer.site.slices, strict=True):
+        parts.append((name, _Part(layer, start, start + width)))
+        start += width
+    return parts
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream behind everything that is queued to load weights; from there on it runs beside the steps."""
+    if device.type != "cuda":
+        return None
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream

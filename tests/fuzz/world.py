@@ -1,0 +1,142 @@
+"""What the fuzz plays with: a tiny base model, adapters of every format in two versions each, their quiet answers."""
+
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_core.config import EngineConfig, LoRAConfig
+from lora_core.engine.engine import LLMEngine
+from lora_core.engine.request import ScheduledBatch
+from lora_core.messages import GenerateRequest, SamplingParams
+from tests.factories import ATTENTION_TARGETS, LINEAR_TARGETS, make_adapter, tiny_llama
+
+NUM_NAMES = 12
+MAX_RANK = 8
+MAX_TOKENS = 12
+NUM_PROMPTS = 16
+NEAR_TIE = 1e-3
+"""A prompt whose answer has two logits closer than this is not asked: the order of a sum may decide between them."""
+
+FORMATS: tuple[dict[str, Any], ...] = (
+    {"r": 4},
+    {"r": 8, "targets": ATTENTION_TARGETS},
+    {"r": 2, "targets": ("k_proj", "up_proj")},
+    {"r": 4, "rank_pattern": {"q_proj": 8, "layers.0.mlp.up_proj": 1}, "alpha_pattern": {"v_proj": 3}},
+    {"r": 4, "use_rslora": True, "targets": ("gate_proj", "up_proj", "down_proj")},
+    {"r": 4, "layers_to_transform": [1]},
+    {"r": 4, "use_dora": True},
+    {"r": 4, "targets": (*LINEAR_TARGETS, "lm_head")},
+    {"r": 3, "targets": ("embed_tokens", "o_proj")},
+    {"r": 1},
+    {"r": 2, "use_dora": True, "targets": ("q_proj", "down_proj", "lm_head")},
+    {"r": 8, "dtype": torch.float16, "targets": "all-linear"},
+)
+"""Arguments of `make_adapter`, one set for each name."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """One adapter folder: the content a name may be loaded with."""
+
+    name: str
+    number: int
+    folder: Path
+    original: Path
+    """A copy that is never moved away."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}.{self.number}"
+
+
+class World:
+    """The base, the adapters and the prompts, made once in `folder`."""
+
+    def __init__(self, folder: Path, *, seed: int = 0) -> None:
+        self.base = tiny_llama(folder / "base", layers=2, hidden=32, heads=4, kv_heads=2, intermediate=48, vocab=64)
+        self.versions = {
+            f"a{index}": [self._make(folder, f"a{index}", number, FORMATS[index]) for number in (0, 1)]
+            for index in range(NUM_NAMES)
+        }
+        draw = random.Random(seed)
+        self.prompts = [[draw.randrange(64) for _ in range(draw.randint(1, 40))] for _ in range(NUM_PROMPTS)]
+
+    def _make(self, folder: Path, name: str, number: int, arguments: dict[str, Any]) -> Version:
+        version = Version(name, number, folder / f"{name}.{number}", folder / "originals" / f"{name}.{number}")
+        make_adapter(self.base, version.original, seed=1000 * number + sum(map(ord, name)), **arguments)
+        shutil.copytree(version.original, version.folder)
+        return version
+
+
+class QuietRuns:
+    """Greedy answers of each version to each prompt, by an engine that does nothing else at the time."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._known: dict[tuple[Version | None, int], list[int] | None] = {}
+        self._margins: list[float] = []
+        self._engine = LLMEngine(
+            engine_config(world, kv_cache_tokens=256), LoRAConfig(enable_lora=True, max_lora_rank=MAX_RANK)
+        )
+        run = self._engine.runner.run
+
+        def recorded(batch: ScheduledBatch) -> Tensor:
+            logits = run(batch)
+            best = logits.topk(2).values
+            self._margins += (best[:, 0] - best[:, 1]).tolist()
+            return logits
+
+        self._engine.runner.run = recorded  # type: ignore[method-assign]
+
+    def answer(self, version: Version | None, prompt: int) -> list[int] | None:
+        """The first `MAX_TOKENS` tokens, or None if a near tie makes them a matter of chance."""
+        key = (version, prompt)
+        if key not in self._known:
+            self._known[key] = self._run(version, self._world.prompts[prompt])
+        return self._known[key]
+
+    def num_bytes(self, version: Version) -> int:
+        """Host memory the adapter takes."""
+        response = self._engine.manager.load_adapter(f"{version.label}={version.original}")
+        self._engine.manager.unload_adapter(version.label)
+        assert response.report is not None, response.message
+        return response.report.num_bytes
+
+    def _run(self, version: Version | None, prompt: Sequence[int]) -> list[int] | None:
+        manager = self._engine.manager
+        if version is not None:
+            response = manager.load_adapter(f"{version.label}={version.original}")
+            assert response.report is not None, response.message
+            assert not response.report.is_noop, f"{version.label} changes nothing: it would hide faults"
+        self._margins.clear()
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+        name = None if version is None else version.label
+        self._engine.add_request(GenerateRequest("quiet", list(prompt), sampling, name))
+        tokens: list[int] = []
+        while self._engine.has_work():
+            for delta in self._engine.step():
+                assert delta.error is None, delta.error
+                tokens += delta.token_ids
+        if version is not None:
+            manager.unload_adapter(version.label)
+        return tokens if min(self._margins) > NEAR_TIE else None
+
+
+def engine_config(world: World, *, kv_cache_tokens: int) -> EngineConfig:
+    """A small engine: chunked prompts, few seats, and a KV cache that overflows."""
+    return EngineConfig(
+        model=world.base,
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        max_num_seqs=10,
+        max_num_batched_tokens=48,
+        block_size=4,
+        kv_cache_tokens=kv_cache_tokens,
+    )

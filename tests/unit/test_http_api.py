@@ -1,0 +1,200 @@
+"""The routes that change what is served, over a service that answers as told: bodies, statuses, envelopes."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.entry import AdapterEntry
+from cluster.fleet import AdapterStatus, LoadOutcome
+from deployments.adapter_card import status_body
+from deployments.generation import GenerateChunk
+from deployments.http_api import events, http_app
+from deployments.http_errors import STATUS_ERRORS, fault_of
+from deployments.openai_api import CompletionRequest, GenerationRequest
+from lora_core.errors import AdapterLost, AdapterUnloaded, LoRAFleetError
+from lora_core.types import LoadReport, LoRAStatus
+
+REPORT = LoadReport(
+    generation=7, content_hash="abc", num_modules=3, ranks={4: 1, 8: 2}, num_bytes=4096, phases_s={"read": 0.5}
+)
+
+
+class Recorder:
+    """Notes each operation, and ends it with one outcome or error."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.outcome = LoadOutcome(status=LoRAStatus.SUCCESS, message="done", per_replica={"r0": "success: done"})
+        self.error: Exception | None = None
+
+    async def _take(self, *call: Any) -> LoadOutcome:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+        return self.outcome
+
+    async def load_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> LoadOutcome:
+        return await self._take("load", lora_name, lora_path, load_inplace)
+
+    async def unload_adapter(self, lora_name: str) -> LoadOutcome:
+        return await self._take("unload", lora_name)
+
+    async def pin_adapter(self, lora_name: str) -> LoadOutcome:
+        return await self._take("pin", lora_name)
+
+    async def unpin_adapter(self, lora_name: str) -> LoadOutcome:
+        return await self._take("unpin", lora_name)
+
+    async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
+        await self._take("collect", request.model)
+        return [GenerateChunk(text="a", token_ids=[1])]
+
+    async def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]:
+        await self._take("pieces", request.model)
+        yield GenerateChunk(text="a", token_ids=[1])
+
+    async def models(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        return {"id": name}
+
+    async def num_replicas(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def service() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+async def http(service: Recorder) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(http_app(service)), base_url="http://fleet") as client:
+        yield client
+
+
+async def test_each_route_asks_for_its_operation(http: httpx.AsyncClient, service: Recorder) -> None:
+    load = {"lora_name": "a", "lora_path": "/a"}
+    for body in (load, {**load, "load_inplace": False}, {**load, "load_inplace": True}):
+        assert (await http.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    for operation in ("unload", "pin", "unpin"):
+        answer = await http.post(f"/v1/{operation}_lora_adapter", json={"lora_name": "a"})
+        assert answer.json() == {"status": "success", "message": "done", "replicas": {"r0": "success: done"}}
+    assert service.calls == [
+        ("load", "a", "/a", False),
+        ("load", "a", "/a", False),
+        ("load", "a", "/a", True),
+        ("unload", "a"),
+        ("pin", "a"),
+        ("unpin", "a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "named"),
+    [
+        ("load", {"lora_name": "a", "lora_path": "/a", "load_inplace": "yes"}, "load_inplace"),
+        ("load", {"lora_name": "a", "lora_path": "/a", "inplace": True}, "inplace"),
+        ("pin", {}, "lora_name"),
+        ("unpin", {"lora_name": ""}, "lora_name"),
+        ("pin", {"lora_name": "a", "lora_path": "/a"}, "lora_path"),
+    ],
+)
+async def test_wrong_bodies_are_refused_by_field(
+    http: httpx.AsyncClient, service: Recorder, route: str, body: dict[str, Any], named: str
+) -> None:
+    answer = await http.post(f"/v1/{route}_lora_adapter", json=body)
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+    assert service.calls == []
+
+
+@pytest.mark.parametrize(
+    ("noops", "warning"),
+    [
+        ([], None),
+        (["layers.0.q_proj"], "1 of 3 modules change nothing: on a fixed input their output is the base's"),
+        (["layers.0.q_proj", "layers.1.q_proj", "lm_head"], "this adapter changes nothing"),
+    ],
+)
+async def test_a_load_answers_with_what_it_found(
+    http: httpx.AsyncClient, service: Recorder, noops: list[str], warning: str | None
+) -> None:
+    report = {**{name: getattr(REPORT, name) for name in REPORT.__struct_fields__}, "noop_modules": noops}
+    service.outcome = LoadOutcome(status=LoRAStatus.SUCCESS, message="loaded", epoch=7, report=LoadReport(**report))
+    answer = await http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
+    found = answer.json()["report"]
+    warnings = found.pop("warnings")
+    assert found == {
+        "generation": 7,
+        "content_hash": "abc",
+        "num_modules": 3,
+        "ranks": {"4": 1, "8": 2},
+        "num_bytes": 4096,
+        "noop_modules": noops,
+        "phases_s": {"read": 0.5},
+    }
+    assert len(warnings) == (warning is not None)
+    assert warning is None or warnings[0].startswith(warning)
+
+
+def test_an_adapters_card_tells_its_state_in_the_fleet() -> None:
+    entry = AdapterEntry(name="a", path="/a", generation=7, state="ready", content_hash="abc", pinned=True)
+    status = AdapterStatus(entry=entry, report=None, replicas={"r0": "resident", "r1": "refused: other files"})
+    assert status_body(status) == {
+        "generation": 7,
+        "content_hash": "abc",
+        "pinned": True,
+        "replicas": {"r0": "resident", "r1": "refused: other files"},
+        "report": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "http_status"),
+    [
+        (LoRAStatus.LOAD_NAME_EXISTS, "name_taken", 409),
+        (LoRAStatus.UNLOAD_NAME_NONEXISTENT, "model_not_found", 404),
+        (LoRAStatus.LOAD_INVALID_PATH, "invalid_adapter_path", 400),
+        (LoRAStatus.LOAD_INVALID_ADAPTER, "invalid_adapter", 400),
+        (LoRAStatus.PIN_NAME_NONEXISTENT, "model_not_found", 404),
+        (LoRAStatus.PIN_ERROR, "adapter_conflict", 409),
+        (LoRAStatus.LOAD_ERROR, None, 500),
+        (LoRAStatus.UNLOAD_ERROR, None, 500),
+        (LoRAStatus.UNSPECIFIED_ERROR, None, 500),
+    ],
+)
+def test_every_status_has_its_answer(status: LoRAStatus, code: str | None, http_status: int) -> None:
+    error = STATUS_ERRORS.get(status, LoRAFleetError)("in so many words")
+    fault, body = fault_of(error)
+    assert (fault.status, body["error"]["code"]) == (http_status, code)
+    assert body["error"]["message"] == "in so many words"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "http_status"),
+    [(AdapterLost("gone"), "adapter_lost", 503), (AdapterUnloaded("over"), "adapter_unloaded", 409)],
+)
+async def test_adapters_that_vanish_under_a_request(
+    http: httpx.AsyncClient, service: Recorder, error: Exception, code: str, http_status: int
+) -> None:
+    service.error = error
+    for stream in (False, True):
+        answer = await http.post("/v1/completions", json={"model": "a", "prompt": "x", "stream": stream})
+        assert answer.status_code == http_status
+        assert (answer.json()["error"]["code"], answer.json()["error"]["message"]) == (code, str(error))
+
+
+async def test_an_unload_in_the_middle_of_a_stream_is_an_error_event() -> None:
+    async def overtaken() -> AsyncGenerator[GenerateChunk, None]:
+        yield GenerateChunk(text="a", token_ids=[1])
+        raise AdapterUnloaded("adapter 'a' was unloaded")
+
+    pieces = overtaken()
+    request = CompletionRequest.model_validate({"model": "a", "prompt": "x", "stream": True})
+    written = [event async for event in events(request, await anext(pieces), pieces)]
+    assert '"adapter_unloaded"' in written[-1]
+    assert "adapter 'a' was unloaded" in written[-1]

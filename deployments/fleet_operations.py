@@ -109,11 +109,6 @@ class FleetOperations:
     async def load(self, name: str, path: str, *, in_place: bool = False) -> LoadOutcome:
         """Load an adapter, or replace one in place; see `AdapterRouter.load`."""
         loading = self._loads.get(name)
-        if loading is not None and not (in_place or loading.in_place) and loading.path != path:
-            return LoadOutcome(
-                status=LoRAStatus.LOAD_NAME_EXISTS,
-                message=f"adapter {name!r} is being loaded from {loading.path!r}, asked for {path!r}; use another name",
-            )
         if loading is None or not loading.includes(path, in_place):
             loading = self._loads[name] = Loading(path, in_place)
             loading.task = self._run(self._load(name, loading))

@@ -102,10 +102,15 @@ class AdapterPlan(NamedTuple):
         modules: Adapted modules, in the order of their names in the files; at least one.
         copies: Keys of tensors that PEFT would put in the place of a base weight, and so must be the base's own
             values; with the names of their modules.
+        twins: Pairs of keys that both mean one tensor, of one shape and data type, and so must hold the same values.
+        needs_tied_base: The pair of the head is there only as that of the embedding, which PEFT makes it where the
+            base's weights are tied.
     """
 
     modules: list[ModulePlan]
     copies: dict[str, str]
+    twins: list[tuple[str, str]]
+    needs_tied_base: bool
 
 
 class _Foreign(enum.Enum):
@@ -140,7 +145,7 @@ def plan_modules(
             to apply. Keys, what was found and what was expected are named.
     """
     keys, copies, wholes = _account(tensors, base, strict)
-    modules = _group(keys)
+    modules, twins = _group(keys, tensors)
     _check_magnitudes(modules, config.use_dora)
     transformed = [
         parts
@@ -148,7 +153,9 @@ def plan_modules(
         if config.transforms(parts[LoRAType.A].module.layer, *parts[LoRAType.A].target_names())
     ]
     _check_targets([parts[LoRAType.A] for parts in transformed], config)
-    plans = {name: _plan(parts, tensors, config, base, max_lora_rank) for name, parts in modules.items()}
+    ranks = {name: config.rank_of(*parts[LoRAType.A].pattern_names()) for name, parts in modules.items()}
+    needs_tied_base = _tie_head(ranks, modules, tensors, config)
+    plans = {name: _plan(parts, tensors, ranks[name], config, base, max_lora_rank) for name, parts in modules.items()}
     applied = [plans[parts[LoRAType.A].module.name] for parts in transformed]
     if not applied:
         found = f"{len(tensors)} tensors" if tensors else "no tensor at all"
@@ -161,7 +168,7 @@ def plan_modules(
     loaded = {key: module for key, module in copies.items() if module in names} | wholes
     for key in loaded:
         _check_dtype(key, tensors[key])
-    return AdapterPlan(applied, loaded)
+    return AdapterPlan(applied, loaded, twins, needs_tied_base)
 
 
 def _account(
@@ -220,17 +227,23 @@ def _explain(key: str) -> _Foreign:
     return _Foreign.MODULE if is_lora or names[-1] != "weight" else _Foreign.FULL_WEIGHT
 
 
-def _group(keys: Iterable[TensorKey]) -> dict[str, dict[LoRAType, TensorKey]]:
-    """The tensors of each module: A, B and, if there is one, its magnitude vector."""
+def _group(
+    keys: Iterable[TensorKey], tensors: Mapping[str, TensorInfo]
+) -> tuple[dict[str, dict[LoRAType, TensorKey]], list[tuple[str, str]]]:
+    """The tensors of each module (A, B and, if there is one, its magnitude vector), and pairs of keys that are one."""
     modules: dict[str, dict[LoRAType, TensorKey]] = {}
+    twins: list[tuple[str, str]] = []
     adapters: set[str] = set()
     for key in keys:
         if key.adapter:
             adapters.add(key.adapter)
         twin = modules.setdefault(key.module.name, {}).setdefault(key.part, key)
-        if twin is not key:
-            what = "the magnitude vector" if key.part is LoRAType.GAIN else key.part.value
-            raise InvalidAdapter(f"{twin.key} and {key.key} are both {what} of {key.module.name}; expected one")
+        if twin is key:
+            continue
+        # PEFT itself saves the magnitude vector of an embedding twice, under two names.
+        if tensors[twin.key][1:] != tensors[key.key][1:]:
+            raise twin_conflict(twin.key, key.key)
+        twins.append((twin.key, key.key))
     if len(adapters) > 1:
         raise InvalidAdapter(f"the files hold several adapters: {', '.join(sorted(adapters))}; save each one apart")
     alone = [key.key for parts in modules.values() if not _is_pair(parts) for key in parts.values()]
@@ -238,7 +251,33 @@ def _group(keys: Iterable[TensorKey]) -> dict[str, dict[LoRAType, TensorKey]]:
         raise InvalidAdapter(
             f"tensors without their partner (a module has lora_A and lora_B, or neither): {list_keys(alone)}"
         )
-    return modules
+    return modules, twins
+
+
+def twin_conflict(first: str, second: str) -> InvalidAdapter:
+    """The refusal of two tensors for one place."""
+    return InvalidAdapter(f"{first} and {second} are the same part of one module; expected one, or equal tensors")
+
+
+def _tie_head(
+    ranks: dict[str, int],
+    modules: Mapping[str, Mapping[LoRAType, TensorKey]],
+    tensors: Mapping[str, TensorInfo],
+    config: PeftConfig,
+) -> bool:
+    """Give the head the embedding's rank where its pair has that one; returns whether only a tied base allows it.
+
+    With `ensure_weight_tying` PEFT makes the head's pair the embedding's on a tied base, whatever the head's own rank
+    by the config, and whether or not the config targets it. The scale stays that of the head's own rank.
+    """
+    if not config.ensure_weight_tying or not {EMBEDDING_MODULE, HEAD_MODULE} <= ranks.keys():
+        return False
+    key = modules[HEAD_MODULE][LoRAType.A]
+    own_rank = ranks[HEAD_MODULE]
+    if tensors[key.key].shape[:1] == (ranks[EMBEDDING_MODULE],):
+        ranks[HEAD_MODULE] = ranks[EMBEDDING_MODULE]
+    is_targeted = config.targets.matches(key.target_names(), in_decoder_layer=False)
+    return ranks[HEAD_MODULE] != own_rank or not is_targeted
 
 
 def _is_pair(parts: Mapping[LoRAType, TensorKey]) -> bool:
@@ -284,6 +323,7 @@ def _check_targets(keys: Iterable[TensorKey], config: PeftConfig) -> None:
 def _plan(
     parts: Mapping[LoRAType, TensorKey],
     tensors: Mapping[str, TensorInfo],
+    rank: int,
     config: PeftConfig,
     base: BaseShapes,
     max_lora_rank: int,
@@ -298,7 +338,6 @@ def _plan(
             f"{a.key}: rank {info.shape[0]} is larger than max_lora_rank {max_lora_rank}; "
             "raise lora_config.max_lora_rank, or train a smaller rank"
         )
-    rank = config.rank_of(*a.pattern_names())
     expected: dict[str, tuple[int, ...]] = {a.key: (rank, in_features), b.key: (out_features, rank)}
     if magnitude is not None:
         expected[magnitude.key] = (out_features,)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lora_core import dora
-from lora_core.adapter_layout import ModulePlan
+from lora_core.adapter_layout import ModulePlan, twin_conflict
 from lora_core.adapter_weights import AdapterWeights, BlockBuffer
 from lora_core.arena import HostArena, aligned_bytes
 from lora_core.errors import InvalidAdapter
@@ -77,16 +77,28 @@ class TensorLoader:
         """
         if self._base is None:
             return
-        weight = self._base.weight(module)
-        for start, rows in self._weights.blocks(key, self._buffer):
-            self.clock.lap("read")
-            expected = weight[start : start + len(rows)]
-            if not torch.equal(rows.to(dtype).float(), expected) and not torch.equal(rows, expected.to(rows.dtype)):
-                raise InvalidAdapter(
-                    f"{key}: a copy of {module}'s weight whose values are not this base model's, expected the same "
-                    "(PEFT would replace the base's weight): serve the base model it was trained on, or leave it out"
-                )
-            self.clock.lap("check")
+        with self._base.open_weight(module) as weight:
+            for start, rows in self._weights.blocks(key, self._buffer):
+                self.clock.lap("read")
+                expected = weight.rows(start, start + len(rows))
+                if not torch.equal(rows.to(dtype).float(), expected) and not torch.equal(rows, expected.to(rows.dtype)):
+                    raise InvalidAdapter(
+                        f"{key}: a copy of {module}'s weight whose values are not this base model's, expected the same "
+                        "(PEFT would replace the base's weight): serve the base model it was trained on, or leave it "
+                        "out"
+                    )
+                self.clock.lap("check")
+
+    def check_twins(self, first: str, second: str) -> None:
+        """Refuse two tensors for one place that are not the same, of which PEFT would load either.
+
+        Raises:
+            InvalidAdapter: values differ; the file changed meanwhile.
+        """
+        self.clock.lap("check")
+        if not torch.equal(self._weights.whole(first), self._weights.whole(second)):
+            raise twin_conflict(first, second)
+        self.clock.lap("check")
 
     def check_tied(self, embedding: ModulePlan, head: ModulePlan) -> bool:
         """Whether the head's pair is the embedding's, transposed, as in a tied model."""
@@ -117,7 +129,8 @@ class TensorLoader:
         keys = (plan.a_key, plan.b_key, plan.magnitude_key)
         exact_a, exact_b, magnitude = (self._read_fp32(key) for key in keys)
         norms = dora.column_norms if plan.is_embedding else dora.row_norms
-        lengths = norms(self._base.weight(plan.module), exact_a, exact_b, plan.scale)
+        with self._base.open_weight(plan.module) as weight:
+            lengths = norms(weight, exact_a, exact_b, plan.scale)
         if num_zero := int((lengths == 0).sum()):
             raise InvalidAdapter(
                 f"{plan.magnitude_key}: {num_zero} of {len(lengths)} output rows of {plan.module}'s adapted weight are "

@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 
 from lora_core.adapter_record import AdapterRecord
 from lora_core.errors import AdapterError, AdapterLost, AdapterNameTaken, AdapterNotFound
-from lora_core.host_memory import HostMemory
-from lora_core.slots import _LoRALRUCache
+from lora_core.tiers import Tiers
 from lora_core.types import AdapterRef, AdapterStatus
 
 M = TypeVar("M")
 
-READ_AHEAD = 2
-"""Adapters read for waiting requests, beyond one for each slot."""
+
+class GenerationTaken(AdapterError, ValueError):
+    """An adapter had this generation before, and the new one would be taken for it."""
 
 
 class PinRefused(AdapterError):
@@ -60,9 +60,8 @@ class AdapterTable(Generic[M]):
     A name admits requests from `add` to `retire`. A retired generation stays until its last user has released it and
     its last pin has ended; then its slot is freed and its tensors are dropped.
 
-    Tensors are in host memory, in a slot, in both, or only in the adapter's folder. A generation that is *staged* is
-    on its way from there into a slot: it is read in its turn, its tensors are claimed, and the slot it gets is held for
-    it until a request pins it, or nobody wants it any more.
+    Tensors are in host memory, in a slot, in both, or only in the adapter's folder (`lora_core.tiers`). A generation is
+    staged, and the slot it gets is held, until a request pins it or nobody wants it any more.
 
     Thread-safe: every method holds one lock, and none of them does more than look at dictionaries. Slots are assigned
     and written by one thread, the one that calls `prepare` and `assign`.
@@ -71,21 +70,12 @@ class AdapterTable(Generic[M]):
     def __init__(self, num_slots: int, host_memory_bytes: int) -> None:
         self._lock = threading.Lock()
         self._num_slots = num_slots
-        self._max_staged = num_slots + READ_AHEAD
+        self._tiers: Tiers[M] = Tiers(num_slots, host_memory_bytes)
         self._loaded: dict[AdapterRef, _Loaded] = {}
         self._admitting: dict[str, AdapterRef] = {}
         self._retired: dict[AdapterRef, None] = {}
-        self._slots: _LoRALRUCache[AdapterRef, AdapterRecord] = _LoRALRUCache(num_slots)
-        self._host: HostMemory[AdapterRef, M] = HostMemory(host_memory_bytes)
         # Pinned by the operator, in that order.
         self._pinned: dict[AdapterRef, None] = {}
-        # In order of asking.
-        self._staged: dict[AdapterRef, None] = {}
-        # Whose files are being read, and whether room is reserved for them.
-        self._reading: dict[AdapterRef, bool] = {}
-        self._writing: set[AdapterRef] = set()
-        # Kept in their slots because they are staged or being written.
-        self._held: set[AdapterRef] = set()
         # What the next `prepare` is told, and pinned adapters not to be tried again before somebody asks.
         self._lost: dict[AdapterRef, AdapterLost] = {}
         self._given_up: set[AdapterRef] = set()
@@ -96,7 +86,7 @@ class AdapterTable(Generic[M]):
     def version(self) -> int:
         """Rises with every change of what is loaded, what admits requests, or what is in which slot."""
         with self._lock:
-            return self._changes + self._slots.version
+            return self._changes + self._tiers.slots.version
 
     # Loaded adapters
 
@@ -116,7 +106,7 @@ class AdapterTable(Generic[M]):
 
         Raises:
             AdapterNameTaken: the name already admits requests, and `replace` is not set.
-            ValueError: the generation was given to an adapter before.
+            GenerationTaken: the generation was given to an adapter before.
         """
         with self._lock:
             if name in self._admitting and not replace:
@@ -129,7 +119,7 @@ class AdapterTable(Generic[M]):
             self._admitting[name] = ref
             if is_pinned:
                 self._pinned[ref] = None
-            self._host.put(ref, tensors, record.num_bytes, self._kept())
+            self._tiers.keep(ref, tensors, record.num_bytes, self._kept())
             self._changes += 1
             return ref
 
@@ -138,19 +128,19 @@ class AdapterTable(Generic[M]):
 
         Raises:
             AdapterNotFound: the name admits no requests.
-            ValueError: the generation was given to an adapter before.
+            GenerationTaken: the generation was given to an adapter before.
         """
         with self._lock:
             old = self._admitted(name)
             ref = AdapterRef(name, self._new_generation(generation))
-            record, tensors, is_pinned = self._loaded[old].record, self._host.get(old), old in self._pinned
+            record, tensors, is_pinned = self._loaded[old].record, self._tiers.host.get(old), old in self._pinned
             self._loaded[ref] = _Loaded(record)
             self._retire(name)
             self._admitting[name] = ref
             if is_pinned:
                 self._pinned[ref] = None
             if tensors is not None:
-                self._host.put(ref, tensors, record.num_bytes, self._kept())
+                self._tiers.keep(ref, tensors, record.num_bytes, self._kept())
             self._changes += 1
             return ref
 
@@ -165,10 +155,8 @@ class AdapterTable(Generic[M]):
             self._loaded[ref].record = record
             self._given_up.discard(ref)
             self._lost.pop(ref, None)
-            is_nowhere = ref not in self._host and ref not in self._reading and ref not in self._slots
-            if tensors is not None and is_nowhere:
-                self._host.put(ref, tensors, record.num_bytes, self._kept())
-                self._claim_if_staged(ref)
+            if tensors is not None and self._tiers.is_nowhere(ref):
+                self._tiers.keep(ref, tensors, record.num_bytes, self._kept())
 
     def retire(self, name: str) -> int:
         """Admit no more requests for `name`, end its operator's pin, and drop its adapter once nobody uses it.
@@ -196,7 +184,7 @@ class AdapterTable(Generic[M]):
         with self._lock:
             for ref, loaded in self._loaded.items():
                 is_meant = loaded.record.path == folder and loaded.record.content_hash == content_hash
-                if is_meant and (tensors := self._host.get(ref)) is not None:
+                if is_meant and (tensors := self._tiers.host.get(ref)) is not None:
                     return loaded.record, tensors
             return None
 
@@ -274,23 +262,20 @@ class AdapterTable(Generic[M]):
         """
         with self._lock:
             self._existing(ref)
-            if ref in self._slots:
-                return Preparation(Readiness.WRITING if ref in self._writing else Readiness.READY)
+            if ref in self._tiers.slots:
+                return Preparation(Readiness.WRITING if self._tiers.is_writing(ref) else Readiness.READY)
             if ref in self._lost:
                 raise self._lost.pop(ref)
-            tensors = self._host.get(ref)
-            # Claimed by one that came later, memory would never come free for the one whose turn it is to be read.
-            if ref not in self._staged and (tensors is None or self._next_unread() is None):
-                self._stage(ref)
+            tensors = self._tiers.host.get(ref)
+            self._tiers.stage(ref)
             if tensors is None:
                 return Preparation(Readiness.READING)
-            if not self._slots.can_put(ref):
+            if not self._tiers.slots.can_put(ref):
                 return Preparation(Readiness.NO_SLOT)
             if not take_slot:
                 return Preparation(Readiness.SLOT_AVAILABLE)
             slot = self._assign(ref)
-            # Kept in its slot, too, between the end of the write and the start of the request.
-            self._staged[ref] = None
+            self._tiers.hold(ref)
             return Preparation(Readiness.WRITING, slot, tensors)
 
     def assign(self, ref: AdapterRef) -> int:
@@ -307,41 +292,40 @@ class AdapterTable(Generic[M]):
     def finish_write(self, ref: AdapterRef) -> None:
         """Take note that an adapter's slot is written; nothing happens if the adapter is gone."""
         with self._lock:
-            if ref not in self._writing:
+            if not self._tiers.is_writing(ref):
                 return
-            self._writing.discard(ref)
-            self._host.release(ref)
-            if ref not in self._staged:
-                self._unhold(ref)
-            elif self._loaded[ref].num_users == 0:
-                self._unstage(ref)
+            self._tiers.finish_write(ref)
+            if self._loaded[ref].num_users == 0:
+                self._tiers.unstage(ref)
             self._changes += 1
 
     def abandon_write(self, ref: AdapterRef) -> None:
         """Take a slot back that could not be written; nothing happens if the adapter is gone."""
         with self._lock:
-            if ref in self._writing:
-                self._leave_slot(ref)
+            if self._tiers.is_writing(ref):
+                if ref in self._pinned:
+                    self._tiers.slots.unpin(ref)
+                self._tiers.leave_slot(ref)
 
     def unwritten(self) -> set[AdapterRef]:
         """Adapters whose slots are still to be written."""
         with self._lock:
-            return set(self._writing)
+            return self._tiers.unwritten()
 
     def is_writing(self, ref: AdapterRef) -> bool:
         """Whether the adapter's slot is still to be written."""
         with self._lock:
-            return ref in self._writing
+            return self._tiers.is_writing(ref)
 
     def can_activate(self, ref: AdapterRef) -> bool:
         """Whether the adapter has a slot, or one could be had now."""
         with self._lock:
-            return self._slots.can_put(ref)
+            return self._tiers.slots.can_put(ref)
 
     def wants_slot(self, ref: AdapterRef) -> bool:
         """Whether a slot is all the adapter lacks: its tensors are in memory."""
         with self._lock:
-            return ref in self._host and ref not in self._slots
+            return ref in self._tiers.host and ref not in self._tiers.slots
 
     def pin(self, ref: AdapterRef) -> None:
         """Keep the adapter in its slot until `unpin`, and make it the most recently used one; pins are counted.
@@ -350,12 +334,12 @@ class AdapterTable(Generic[M]):
             KeyError: it is in no slot, or its slot is not written yet.
         """
         with self._lock:
-            if ref not in self._slots or ref in self._writing:
+            if self._tiers.written_slot(ref) is None:
                 raise KeyError(f"LoRA adapter {ref} is in no slot that is written")
-            self._slots.get(ref)
-            self._slots.pin(ref)
+            self._tiers.slots.get(ref)
+            self._tiers.slots.pin(ref)
             self._loaded[ref].num_pins += 1
-            self._unstage(ref)
+            self._tiers.unstage(ref)
 
     def unpin(self, ref: AdapterRef) -> None:
         """End one `pin`. Raises KeyError if there is none."""
@@ -363,20 +347,20 @@ class AdapterTable(Generic[M]):
             if self._existing(ref).num_pins == 0:
                 raise KeyError(f"LoRA adapter {ref} has no pin to end")
             self._loaded[ref].num_pins -= 1
-            self._slots.unpin(ref)
+            self._tiers.slots.unpin(ref)
             self._drop_if_unused(ref)
 
     def slot_of(self, ref: AdapterRef) -> int | None:
         """The adapter's slot, or None while it has none that is written."""
         with self._lock:
-            return self._written_slot(ref)
+            return self._tiers.written_slot(ref)
 
     def use_slot(self, ref: AdapterRef) -> int | None:
         """The adapter's slot, its recency refreshed; None while it has none that is written."""
         with self._lock:
-            slot = self._written_slot(ref)
+            slot = self._tiers.written_slot(ref)
             if slot is not None:
-                self._slots.get(ref)
+                self._tiers.slots.get(ref)
             return slot
 
     def use_slots(self, refs: Iterable[AdapterRef | None]) -> list[int | None]:
@@ -388,23 +372,25 @@ class AdapterTable(Generic[M]):
         with self._lock:
             slots: list[int | None] = []
             for ref in refs:
-                slot = None if ref is None else self._written_slot(ref)
+                slot = None if ref is None else self._tiers.written_slot(ref)
                 if ref is not None:
                     if slot is None:
                         raise KeyError(f"LoRA adapter {ref} has no slot; activate it before its requests are routed")
-                    self._slots.get(ref)
+                    self._tiers.slots.get(ref)
                 slots.append(slot)
             return slots
 
     def residents(self) -> dict[int, tuple[AdapterRef, AdapterRecord]]:
         """What is, or is being written, in each taken slot, adapters that no longer admit requests included."""
         with self._lock:
-            return {slot: (ref, record) for ref, (record, slot) in self._slots.items()}
+            return {slot: (ref, record) for ref, (record, slot) in self._tiers.slots.items()}
 
     def residency(self) -> tuple[list[AdapterRef], list[AdapterRef]]:
         """Adapters that admit requests: those in written slots (by slot), and all of them (in load order)."""
         with self._lock:
-            by_slot = sorted((slot, ref) for ref, (_, slot) in self._slots.items() if ref not in self._writing)
+            by_slot = sorted(
+                (slot, ref) for ref, (_, slot) in self._tiers.slots.items() if not self._tiers.is_writing(ref)
+            )
             resident = [ref for _, ref in by_slot if self._admitting.get(ref.name) == ref]
             return resident, list(self._admitting.values())
 
@@ -428,8 +414,8 @@ class AdapterTable(Generic[M]):
                     f"{self._num_slots - 1} can be, so that others can be served; unpin one, or raise max_num_loras"
                 )
             self._pinned[ref] = None
-            if ref in self._slots:
-                self._slots.pin(ref)
+            if ref in self._tiers.slots:
+                self._tiers.slots.pin(ref)
             return True
 
     def unpin_name(self, name: str) -> bool:
@@ -448,20 +434,20 @@ class AdapterTable(Generic[M]):
     def pinned_without_slot(self) -> list[AdapterRef]:
         """Pinned adapters on their way to a slot; not those whose files are lost."""
         with self._lock:
-            return [ref for ref in self._pinned if ref not in self._given_up and self._written_slot(ref) is None]
+            return [ref for ref in self._pinned if ref not in self._given_up and self._tiers.written_slot(ref) is None]
 
     # Tensors
 
     def tensors_of(self, ref: AdapterRef) -> M | None:
         """The adapter's tensors, if they are in host memory."""
         with self._lock:
-            return self._host.get(ref)
+            return self._tiers.host.get(ref)
 
     def can_read(self) -> bool:
         """Whether `next_read` would find something to read."""
         with self._lock:
-            ref = self._next_unread()
-            return ref is not None and self._host.can_reserve(self._loaded[ref].record.num_bytes)
+            ref = self._tiers.next_unread()
+            return ref is not None and self._tiers.host.can_reserve(self._loaded[ref].record.num_bytes)
 
     def next_read(self) -> tuple[AdapterRef, AdapterRecord] | None:
         """Begin to read the staged adapter whose turn it is, with room for it set aside.
@@ -469,13 +455,13 @@ class AdapterTable(Generic[M]):
         None if nothing is to be read, or there is no room for the first one: a smaller one does not overtake it.
         """
         with self._lock:
-            ref = self._next_unread()
+            ref = self._tiers.next_unread()
             if ref is None:
                 return None
             record = self._loaded[ref].record
-            if not self._host.reserve(ref, record.num_bytes, self._kept()):
+            if not self._tiers.host.reserve(ref, record.num_bytes, self._kept()):
                 return None
-            self._reading[ref] = True
+            self._tiers.begin_read(ref, is_reserved=True)
             return ref, record
 
     def begin_read(self, ref: AdapterRef) -> AdapterRecord | None:
@@ -486,44 +472,37 @@ class AdapterTable(Generic[M]):
         """
         with self._lock:
             record = self._existing(ref).record
-            if ref in self._reading or ref in self._host:
+            if self._tiers.is_reading(ref) or ref in self._tiers.host:
                 return None
-            self._reading[ref] = False
+            self._tiers.begin_read(ref, is_reserved=False)
             return record
 
     def end_read(self, ref: AdapterRef, tensors: M) -> None:
         """Keep what was read, if the adapter is still loaded and there is room."""
         with self._lock:
-            is_reserved = self._reading.pop(ref)
             if ref not in self._loaded:
-                if is_reserved:
-                    self._host.cancel(ref)
+                self._tiers.drop_read(ref)
                 return
-            if is_reserved:
-                self._host.fill(ref, tensors)
-            else:
-                self._host.put(ref, tensors, self._loaded[ref].record.num_bytes, self._kept())
+            self._tiers.end_read(ref, tensors, self._loaded[ref].record.num_bytes, self._kept())
             self._given_up.discard(ref)
-            self._claim_if_staged(ref)
             self._unstage_if_unwanted(ref)
 
     def fail_read(self, ref: AdapterRef, error: AdapterLost) -> None:
         """Take note that an adapter could not be read: those who wait for it are told, later ones try again."""
         with self._lock:
-            if self._reading.pop(ref):
-                self._host.cancel(ref)
+            self._tiers.drop_read(ref)
             if ref not in self._loaded:
                 return
-            if ref in self._staged and self._loaded[ref].num_users > 0:
+            if self._tiers.is_staged(ref) and self._loaded[ref].num_users > 0:
                 self._lost[ref] = error
-            self._unstage(ref)
+            self._tiers.unstage(ref)
             if ref in self._pinned:
                 self._given_up.add(ref)
 
     def is_reading(self, ref: AdapterRef) -> bool:
         """Whether the adapter's files are being read."""
         with self._lock:
-            return ref in self._reading
+            return self._tiers.is_reading(ref)
 
     # What is there
 
@@ -540,11 +519,16 @@ class AdapterTable(Generic[M]):
     def check(self) -> None:
         """Assert what must hold between any two calls."""
         with self._lock:
-            self._slots.check()
-            self._host.check()
             self._check_generations()
-            self._check_slots()
-            self._check_tensors()
+            in_slots = self._tiers.slots
+            self._tiers.check(
+                {
+                    ref: loaded.num_pins + (ref in self._pinned and ref in in_slots)
+                    for ref, loaded in self._loaded.items()
+                }
+            )
+            assert self._lost.keys() <= self._loaded.keys()
+            assert not any(map(self._tiers.is_staged, self._lost)), "a lost adapter is staged"
 
     def _check_generations(self) -> None:
         assert set(self._admitting.values()) | self._retired.keys() == self._loaded.keys(), "neither admits nor drains"
@@ -560,33 +544,12 @@ class AdapterTable(Generic[M]):
         assert len(self._pinned) <= max(0, self._num_slots - 1), f"{len(self._pinned)} adapters are pinned"
         assert self._given_up <= self._pinned.keys()
 
-    def _check_slots(self) -> None:
-        assert set(self._slots.keys()) <= self._loaded.keys(), "a slot holds an adapter that is gone"
-        in_slots = set(self._slots.keys())
-        assert self._writing <= in_slots, "an adapter without a slot is being written"
-        assert self._held == in_slots & (self._writing | self._staged.keys()), f"held: {self._held}"
-        for ref, loaded in self._loaded.items():
-            expected = loaded.num_pins + (ref in self._held) + (ref in self._pinned and ref in in_slots)
-            assert self._slots.num_pins(ref) == expected, f"{ref} has {self._slots.num_pins(ref)} pins, not {expected}"
-
-    def _check_tensors(self) -> None:
-        assert set(self._host.keys()) <= self._loaded.keys(), "host memory holds an adapter that is gone"
-        assert self._staged.keys() <= self._loaded.keys(), "an adapter that is gone is staged"
-        assert self._lost.keys() <= self._loaded.keys()
-        assert self._lost.keys().isdisjoint(self._staged)
-        waiting = [ref for ref in self._staged if ref not in self._slots]
-        assert len(waiting) <= self._max_staged, f"{len(waiting)} adapters are staged"
-        in_memory = self._host.keys()
-        for ref in in_memory:
-            on_its_way = ref in self._writing or (ref in self._staged and ref not in self._slots)
-            assert self._host.is_claimed(ref) == on_its_way, f"{ref}: its tensors are claimed, or not, by mistake"
-
     def _status(self, ref: AdapterRef) -> AdapterStatus:
-        in_slot = self._written_slot(ref) is not None
+        in_slot = self._tiers.written_slot(ref) is not None
         return AdapterStatus(
             name=ref.name,
             generation=ref.generation,
-            tier="slot" if in_slot else "host" if ref in self._host else "disk",
+            tier="slot" if in_slot else "host" if ref in self._tiers.host else "disk",
             pinned=ref in self._pinned,
             num_users=self._loaded[ref].num_users,
             draining=[old.generation for old in self._retired if old.name == ref.name],
@@ -599,7 +562,7 @@ class AdapterTable(Generic[M]):
         if generation is None:
             generation = max(self._generations, default=0) + 1
         elif generation in self._generations:
-            raise ValueError(f"generation {generation} was given to an adapter before; each load needs its own")
+            raise GenerationTaken(f"generation {generation} was given to an adapter before; each load needs its own")
         self._generations.add(generation)
         return generation
 
@@ -631,9 +594,7 @@ class AdapterTable(Generic[M]):
         loaded = self._loaded[ref]
         if ref not in self._retired or loaded.num_users > 0 or loaded.num_pins > 0:
             return
-        self._unstage(ref)
-        self._leave_slot(ref)
-        self._host.remove(ref)
+        self._tiers.forget(ref)
         self._lost.pop(ref, None)
         del self._loaded[ref], self._retired[ref]
         self._changes += 1
@@ -643,68 +604,19 @@ class AdapterTable(Generic[M]):
             return
         del self._pinned[ref]
         self._given_up.discard(ref)
-        if ref in self._slots:
-            self._slots.unpin(ref)
+        if ref in self._tiers.slots:
+            self._tiers.slots.unpin(ref)
         self._unstage_if_unwanted(ref)
 
     def _assign(self, ref: AdapterRef) -> int:
-        _, slot = self._slots.put(ref, self._loaded[ref].record)
-        self._writing.add(ref)
-        self._held.add(ref)
-        self._slots.pin(ref)
+        slot = self._tiers.assign(ref, self._loaded[ref].record)
         if ref in self._pinned:
-            self._slots.pin(ref)
-        if ref in self._host:
-            self._host.claim(ref)
+            self._tiers.slots.pin(ref)
         return slot
-
-    def _leave_slot(self, ref: AdapterRef) -> None:
-        """Free the slot of an adapter that nobody uses, if it has one."""
-        if ref not in self._slots:
-            return
-        self._writing.discard(ref)
-        self._host.release(ref)
-        self._unstage(ref)
-        self._unhold(ref)
-        if ref in self._pinned:
-            self._slots.unpin(ref)
-        self._slots.remove(ref)
-
-    def _unhold(self, ref: AdapterRef) -> None:
-        if ref in self._held:
-            self._held.discard(ref)
-            self._slots.unpin(ref)
-
-    def _stage(self, ref: AdapterRef) -> None:
-        if sum(other not in self._slots for other in self._staged) < self._max_staged:
-            self._staged[ref] = None
-            self._claim_if_staged(ref)
-
-    def _claim_if_staged(self, ref: AdapterRef) -> None:
-        if ref in self._staged and ref in self._host and ref not in self._slots:
-            self._host.claim(ref)
-
-    def _unstage(self, ref: AdapterRef) -> None:
-        if ref not in self._staged:
-            return
-        del self._staged[ref]
-        if ref not in self._writing:
-            self._host.release(ref)
-            self._unhold(ref)
 
     def _unstage_if_unwanted(self, ref: AdapterRef) -> None:
         if self._loaded[ref].num_users > 0:
             return
         self._lost.pop(ref, None)
-        if ref not in self._pinned or self._written_slot(ref) is not None:
-            self._unstage(ref)
-
-    def _written_slot(self, ref: AdapterRef) -> int | None:
-        return None if ref in self._writing else self._slots.get_slot(ref)
-
-    def _next_unread(self) -> AdapterRef | None:
-        """The first staged adapter whose tensors are nowhere."""
-        for ref in self._staged:
-            if ref not in self._slots and ref not in self._host and ref not in self._reading:
-                return ref
-        return None
+        if ref not in self._pinned or self._tiers.written_slot(ref) is not None:
+            self._tiers.unstage(ref)

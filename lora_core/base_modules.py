@@ -1,12 +1,15 @@
 """The base model's layers by PEFT module, as adapters are checked and converted against them."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lora_core.layers import LoRALayer, lora_layers
+from lora_core.module_weights import BaseWeight
 
 _NUM_CANARY_TOKENS = 64
 
@@ -33,24 +36,28 @@ class ModelBaseModules:
         anchor = next(floats, torch.empty(0))
         self._dtype, self._device = anchor.dtype, anchor.device
         self._lock = threading.Lock()
+        self._unpacking = threading.RLock()
         self._outputs: dict[str, Tensor] = {}
         self._stream = _side_stream(self._device)
 
-    def weight(self, module: str) -> Tensor:
-        """fp32 weight on the CPU in the checkpoint's layout: `[out, in]`, of the embedding `[vocab, hidden]`.
+    @contextmanager
+    def open_weight(self, module: str) -> Iterator[BaseWeight]:
+        """The weight of a module, until the block ends.
 
-        It may share memory with the model: it is not to be changed.
+        Of a layer that stores its weight in another order or quantised it is an unpacked copy of the whole layer's, in
+        the base dtype. There is one such copy at a time, however many threads ask: others wait for the end of the
+        block.
 
         Raises:
             KeyError: the model has no such module, or no adapter may change it.
         """
         layer, start, stop = self._parts[module]
-        # Not inference mode: quantised tensors cannot be detached in it.
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            dense = layer.base.dense_weight() if hasattr(layer.base, "dense_weight") else layer.get_parameter("weight")
-            if layer.site.kind != "embedding":
-                dense = dense[start:stop]
-            return dense.detach().float().cpu()
+        with nullcontext() if getattr(layer.base, "has_dense_weight", True) else self._unpacking:
+            # Not inference mode: quantised tensors cannot be detached in it.
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                unpack = getattr(layer.base, "dense_weight", None)
+                dense = layer.get_parameter("weight") if unpack is None else unpack()
+            yield BaseWeight(dense if layer.site.kind == "embedding" else dense[start:stop], self._stream)
 
     def canary(self, module: str) -> tuple[Tensor, Tensor]:
         """A fixed input and the base's output for it, kept after the first call.

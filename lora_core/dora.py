@@ -8,17 +8,21 @@ The norms are computed as PEFT does it by default, in fp32 with A and B as they 
 data type. PEFT in half precision throughout (`autocast_adapter_dtype=False`) rounds the norms too; this never does.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from lora_core.module_weights import BaseWeight
 
 _BLOCK_ELEMENTS = 2**20
 
 
-def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def row_norms(weight: BaseWeight, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Lengths of the rows of `weight + scale * b @ a`, with bounded additional memory.
 
     Args:
-        weight: fp32 `[out, in]`.
+        weight: `[out, in]`.
         a: fp32 `[r, in]`.
         b: fp32 `[out, r]`.
         scale: Factor of `b @ a`.
@@ -26,18 +30,18 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     Returns:
         fp32 `[out]`.
     """
-    norms = torch.empty(weight.shape[0])
+    norms = torch.empty(len(weight.stored))
     for start, rows in _row_blocks(weight):
         block = torch.addmm(rows, b[start : start + len(rows)], a, alpha=scale)
         torch.linalg.vector_norm(block, dim=1, out=norms[start : start + len(rows)])
     return norms
 
 
-def column_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def column_norms(weight: BaseWeight, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Lengths of the columns of `weight + scale * (b @ a).T`: those of the output rows, of an embedding.
 
     Args:
-        weight: fp32 `[vocab, hidden]`.
+        weight: `[vocab, hidden]`.
         a: fp32 `[r, vocab]`.
         b: fp32 `[hidden, r]`.
         scale: Factor of `b @ a`.
@@ -46,13 +50,14 @@ def column_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         fp32 `[hidden]`.
     """
     # So many squares are added that fp32 would lose the last of them.
-    squares = torch.zeros(weight.shape[1], dtype=torch.float64)
+    squares = torch.zeros(weight.stored.shape[1], dtype=torch.float64)
     for start, rows in _row_blocks(weight):
         block = torch.addmm(rows, a[:, start : start + len(rows)].T, b.T, alpha=scale)
         squares += block.square_().sum(0, dtype=torch.float64)
     return squares.sqrt_().float()
 
 
-def _row_blocks(weight: Tensor) -> list[tuple[int, Tensor]]:
-    num_rows = max(1, _BLOCK_ELEMENTS // max(weight.shape[1], 1))
-    return [(index * num_rows, rows) for index, rows in enumerate(torch.split(weight, num_rows))]
+def _row_blocks(weight: BaseWeight) -> Iterator[tuple[int, Tensor]]:
+    num_rows, width = weight.stored.shape
+    step = max(1, _BLOCK_ELEMENTS // max(width, 1))
+    return ((start, weight.rows(start, start + step)) for start in range(0, num_rows, step))

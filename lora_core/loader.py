@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from lora_core.adapter_record import AdapterRecord, FolderStamp
 from lora_core.adapters import AdapterTable
-from lora_core.errors import AdapterNameTaken, AdapterNotFound, InvalidAdapter, InvalidAdapterPath
+from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, InvalidAdapter, InvalidAdapterPath
 from lora_core.types import AdapterRef, LoRAResponse, LoRAStatus
 
 M = TypeVar("M")
@@ -214,6 +214,8 @@ def _failure(name: str, source: str, error: Exception) -> LoRAResponse:
         return LoRAResponse(LoRAStatus.LOAD_INVALID_PATH, message)
     if isinstance(error, InvalidAdapter):
         return LoRAResponse(LoRAStatus.LOAD_INVALID_ADAPTER, message)
+    if isinstance(error, AdapterError):
+        return LoRAResponse(LoRAStatus.LOAD_ERROR, message)
     logger.error("loading LoRA adapter %r from %s failed", name, source, exc_info=error)
     message = f"LoRA adapter {name!r} was not loaded: {type(error).__name__}: {error} (more in the server's log)"
     return LoRAResponse(LoRAStatus.LOAD_ERROR, message)

@@ -19,6 +19,8 @@ from lora_core.single_thread import single_threaded
 from lora_core.tensor_keys import EMBEDDING_MODULE, HEAD_MODULE
 from lora_core.types import LoRAType
 
+_COMPARED_ROWS = 1024
+
 
 class LoRAModel:
     """A PEFT adapter, ready to be copied into a slot.
@@ -137,6 +139,8 @@ class LoRAModel:
         loader = TensorLoader(weights, base)
         for key, name in plan.copies.items():
             loader.check_copy(key, name, self.dtype)
+        for first, second in plan.twins:
+            loader.check_twins(first, second)
         if config.ensure_weight_tying:
             _check_tying(plan, loader, base)
         loader.clock.lap("check")
@@ -173,20 +177,40 @@ class _PaddedTensors(Mapping[str, Tensor]):
 
 
 def _check_tying(plan: AdapterPlan, loader: TensorLoader, base: BaseModules | None) -> None:
-    """Refuse an adapter that PEFT would change, on a tied base, by making the head's pair the embedding's."""
+    """Refuse an adapter whose head PEFT would change by making its pair the embedding's, or by not doing so.
+
+    It does on a tied base, and only there.
+    """
     modules = {module.module: module for module in plan.modules}
     embedding, head = modules.get(EMBEDDING_MODULE), modules.get(HEAD_MODULE)
     if embedding is None and head is None:
         return
-    if embedding is not None and head is not None and loader.check_tied(embedding, head):
+    is_pair_tied = embedding is not None and head is not None and loader.check_tied(embedding, head)
+    if is_pair_tied and not plan.needs_tied_base:
         return
-    if base is not None and not torch.equal(base.weight(EMBEDDING_MODULE), base.weight(HEAD_MODULE)):
+    is_base_tied = base is None or _is_tied(base)
+    if (is_base_tied and is_pair_tied) or not (is_base_tied or plan.needs_tied_base):
         return
+    if not is_base_tied:
+        raise invalid_config(
+            "ensure_weight_tying is true, and the head has the embedding's pair, which PEFT gives it on a base with "
+            "tied weights; this base's are not tied: serve the base model the adapter was trained on"
+        )
     raise invalid_config(
         "ensure_weight_tying is true, and the files do not hold the pair of embed_tokens and its transpose as that of "
         "lm_head, which PEFT would make of them; save the adapter again, or set ensure_weight_tying to false if its "
         "pairs were trained apart"
     )
+
+
+def _is_tied(base: BaseModules) -> bool:
+    """Whether the head's weight is the embedding's, however they are stored."""
+    with base.open_weight(EMBEDDING_MODULE) as embedding, base.open_weight(HEAD_MODULE) as head:
+        num_rows = len(embedding.stored)
+        return all(
+            torch.equal(embedding.rows(start, start + _COMPARED_ROWS), head.rows(start, start + _COMPARED_ROWS))
+            for start in range(0, num_rows, _COMPARED_ROWS)
+        )
 
 
 def _adapter_dtype(base_dtype: torch.dtype) -> torch.dtype:

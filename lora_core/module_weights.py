@@ -1,7 +1,9 @@
 """What an adapter holds for one module, in the layout of a slot."""
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -32,11 +34,29 @@ class AdapterTensors(Protocol):
         ...
 
 
+class BaseWeight(NamedTuple):
+    """A base layer's weight, taken in parts: in fp32 a large model's head is gigabytes.
+
+    Attributes:
+        stored: The checkpoint's layout, `[out, in]`, of the embedding `[vocab, hidden]`, in the base dtype, on the
+            model's device. It may be the model's own: not to be changed.
+        stream: Where a device copies.
+    """
+
+    stored: Tensor
+    stream: torch.cuda.Stream | None = None
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Some rows in fp32 on the CPU, not to be changed."""
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            return self.stored[start:stop].detach().float().cpu()
+
+
 class BaseModules(Protocol):
     """The base model's layers by PEFT module, as checking an adapter needs them. Any thread may ask."""
 
-    def weight(self, module: str) -> Tensor:
-        """fp32 weight on the CPU in the checkpoint's layout: `[out, in]`, of the embedding `[vocab, hidden]`."""
+    def open_weight(self, module: str) -> AbstractContextManager[BaseWeight]:
+        """The weight of a module, until the block ends."""
         ...
 
     def canary(self, module: str) -> tuple[Tensor, Tensor]:

@@ -86,12 +86,28 @@ class _Module(NamedTuple):
         return _Filled(rank, gain is not None)
 
 
-class _Place(NamedTuple):
-    """A module's part of one slot."""
+class _Place:
+    """A module's part of one slot: all ranks of A and B, and the gain."""
 
-    a: Tensor
-    b: Tensor
-    gain: Tensor
+    def __init__(self, a: Tensor, b: Tensor, gain: Tensor, rank_axis: int) -> None:
+        self.gain = gain
+        self._pair = (a, b)
+        self._axes = (rank_axis, 1)
+        self._first = self._pair
+        self._num_first = b.shape[1]
+
+    def ranks(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Some ranks of A and B."""
+        # Views made inside inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            a, b = (part.narrow(axis, start, stop - start) for part, axis in zip(self._pair, self._axes, strict=True))
+        return a, b
+
+    def first_ranks(self, rank: int) -> tuple[Tensor, Tensor]:
+        """The first ranks of A and B; kept for the next adapter, as views take longer to make than small copies."""
+        if rank != self._num_first:
+            self._first, self._num_first = self.ranks(0, rank), rank
+        return self._first
 
 
 class SlotStacks:
@@ -175,18 +191,20 @@ class SlotStacks:
         before: Sequence[_Filled],
         after: Sequence[_Filled],
     ) -> Iterator[Move]:
-        rows = zip(self._modules, self._slot_places(slot), weights, before, after, strict=True)
-        for module, (a, b, gain), new_weights, old, new in rows:
+        rows = zip(self._slot_places(slot), weights, before, after, strict=True)
+        for place, new_weights, old, new in rows:
             if new_weights is not None:
-                yield _ranks(a, module.rank_axis, 0, new.rank), new_weights.a
-                yield _ranks(b, 1, 0, new.rank), new_weights.b
+                a, b = place.first_ranks(new.rank)
+                yield a, new_weights.a
+                yield b, new_weights.b
                 if new_weights.gain is not None:
-                    yield gain, new_weights.gain
+                    yield place.gain, new_weights.gain
             if new.rank < old.rank:
-                yield _ranks(a, module.rank_axis, new.rank, old.rank), None
-                yield _ranks(b, 1, new.rank, old.rank), None
+                a, b = place.ranks(new.rank, old.rank)
+                yield a, None
+                yield b, None
             if old.has_gain and not new.has_gain:
-                yield gain, None
+                yield place.gain, None
 
     def _num_bytes(self, before: Sequence[_Filled], after: Sequence[_Filled]) -> int:
         """What `_moves` writes."""
@@ -220,18 +238,12 @@ class SlotStacks:
                 stacks.gain_slots ^= {slot}
 
 
-def _ranks(place: Tensor, axis: int, start: int, stop: int) -> Tensor:
-    if start == 0 and stop == place.shape[axis]:
-        return place
-    return place.narrow(axis, start, stop - start)
-
-
 def _site_places(site: LoRASite, stacks: SiteStacks, slot: int, rank: int) -> list[_Place]:
-    # Views made inside inference mode could not be written to outside of it.
+    rank_axis = int(site.kind == "embedding")
     with torch.inference_mode(False):
-        a_parts = [stacks.a[slot]] if site.kind == "embedding" else torch.split(stacks.a[slot], rank)
+        a_parts = [stacks.a[slot]] if rank_axis else torch.split(stacks.a[slot], rank)
         b_parts, gain_parts = (torch.split(stack[slot], list(site.slices)) for stack in (stacks.b, stacks.gain))
-        return [_Place(*parts) for parts in zip(a_parts, b_parts, gain_parts, strict=True)]
+        return [_Place(*parts, rank_axis) for parts in zip(a_parts, b_parts, gain_parts, strict=True)]
 
 
 def _site_specs(site: LoRASite, num_slots: int, rank: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:

@@ -258,7 +258,8 @@ class Staging(Generic[M]):
 
 
 def _lost(ref: AdapterRef, record: AdapterRecord, found: str) -> AdapterLost:
+    source = "" if str(record.path) in found else f" from {record.path}"
     return AdapterLost(
-        f"LoRA adapter {ref.name!r} is not in memory, and could not be read again from {record.path}: {found}; "
+        f"LoRA adapter {ref.name!r} is not in memory, and could not be read again{source}: {found}; "
         "put its files back or load it again, with replace if they are meant to be other ones"
     )

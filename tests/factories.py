@@ -147,6 +147,7 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     use_rslora: bool = False,
     std: float = 0.1,
+    save_embedding_layers: bool | str = "auto",
     **config: Any,
 ) -> Path:
     """Save a PEFT adapter of `base` with random A and B, and return its folder.
@@ -156,6 +157,7 @@ def make_adapter(
         dtype: Data type of the saved tensors.
         std: Standard deviation of both A and B, and relative to its own value of DoRA's magnitude; the default visibly
             changes greedy answers of `tiny_model`.
+        save_embedding_layers: As PEFT's `save_pretrained` takes it.
         config: Further fields of `LoraConfig`, e.g. `rank_pattern`, `layers_to_transform`.
     """
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -175,7 +177,7 @@ def make_adapter(
             if "lora_" in name:
                 noise = torch.randn(parameter.shape, generator=generator).mul_(std)
                 parameter.data = (parameter * (1 + noise) if "magnitude" in name else noise).detach().to(dtype)
-        adapted.save_pretrained(folder)
+        adapted.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
     return folder
 
 

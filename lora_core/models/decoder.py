@@ -139,6 +139,11 @@ class Linear(nn.Linear):
             self._packed = PackedLinear(self.weight.detach(), None if self.bias is None else self.bias.detach())
             self.register_parameter("weight", None)
 
+    @property
+    def has_dense_weight(self) -> bool:
+        """Whether `dense_weight` is the layer's own tensor, and takes no memory."""
+        return self._quantizer is None and (self._packed is None or not self._packed.is_packed)
+
     def dense_weight(self) -> Tensor:
         """The weight the layer multiplies with, `[out_features, in_features]` in its dtype, however it is stored.
 

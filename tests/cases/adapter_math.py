@@ -480,7 +480,8 @@ def dequantised(world: World, kind: Quantization) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
-                parameter.copy_(modules.weight(name.removesuffix(".weight").removeprefix("model.")))
+                with modules.open_weight(name.removesuffix(".weight").removeprefix("model.")) as weight:
+                    parameter.copy_(weight.stored)
     folder = world.new_folder()
     model.save_pretrained(folder)
     return folder

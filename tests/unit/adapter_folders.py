@@ -1,7 +1,8 @@
 """Adapter folders edited by hand, and LoRAModel's tensors applied to a transformers model, as PEFT would apply them."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_core.model import LoRAModel
-from lora_core.module_weights import ModuleWeights
+from lora_core.module_weights import BaseWeight, ModuleWeights
 from tests.factories import reference_model
 
 WEIGHTS = "adapter_model.safetensors"
@@ -40,8 +41,9 @@ class PlainBase:
         module: nn.Module = self._modules[name]
         return module
 
-    def weight(self, module: str) -> Tensor:
-        return self.module(module).get_parameter("weight").detach().float()
+    @contextmanager
+    def open_weight(self, module: str) -> Iterator[BaseWeight]:
+        yield BaseWeight(self.module(module).get_parameter("weight"))
 
     def canary(self, module: str) -> tuple[Tensor, Tensor]:
         weight = self.module(module).get_parameter("weight")

@@ -5,9 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lora_core.adapters import READ_AHEAD, AdapterTable, PinRefused, Readiness
+from lora_core.adapters import AdapterTable, PinRefused, Readiness
 from lora_core.errors import AdapterLost, AdapterNameTaken, AdapterNotFound
 from lora_core.slots import NoFreeSlot
+from lora_core.tiers import READ_AHEAD
 from lora_core.types import AdapterRef
 from tests.unit.stepped_scheduler import SIZE, record
 

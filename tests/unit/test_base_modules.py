@@ -44,12 +44,17 @@ def with_packed_layers(model: TinyLM) -> TinyLM:
     return model
 
 
+def whole_weight(base: ModelBaseModules, module: str) -> Tensor:
+    with base.open_weight(module) as weight:
+        return torch.cat([weight.rows(start, start + 5) for start in range(0, len(weight.stored), 5)])
+
+
 @pytest.mark.parametrize("pack", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("module", LM_MODULES)
 def test_weights_and_canaries_are_those_of_the_projection(module: str, pack: bool) -> None:
     base = ModelBaseModules(wrapped(with_packed_layers(TinyLM()) if pack else TinyLM()))
     weight, bias = dense(module)
-    found = base.weight(module)
+    found = whole_weight(base, module)
     assert (found.dtype, found.device.type) == (torch.float32, "cpu")
     assert torch.equal(found, weight)
     x, y = base.canary(module)
@@ -78,7 +83,7 @@ def test_inputs_are_fixed_by_width_and_outputs_are_kept() -> None:
 def test_a_model_of_bf16_answers_in_bf16() -> None:
     base = ModelBaseModules(wrapped(TinyLM().bfloat16()))
     x, y = base.canary("lm_head")
-    weight = base.weight("lm_head")
+    weight = whole_weight(base, "lm_head")
     assert (x.dtype, y.dtype, weight.dtype) == (torch.float32, torch.bfloat16, torch.float32)
     assert torch.equal(x, x.bfloat16().float())
     torch.testing.assert_close(y.float(), weight @ x, rtol=1e-2, atol=1e-2)
@@ -92,7 +97,7 @@ def test_a_quantised_layer_answers_with_what_it_multiplies_with() -> None:
     layer.requires_grad_(False).quantize(WeightQuantizer("int8", None))
     attention.o_proj = layer
     base, name = ModelBaseModules(wrapped(model)), "layers.0.self_attn.o_proj"
-    weight, (x, y) = base.weight(name), base.canary(name)
+    weight, (x, y) = whole_weight(base, name), base.canary(name)
     assert weight.dtype == torch.float32
     assert not torch.equal(weight, dense(name)[0])
     torch.testing.assert_close(y, weight @ x, rtol=1e-4, atol=1e-4)
@@ -100,9 +105,30 @@ def test_a_quantised_layer_answers_with_what_it_multiplies_with() -> None:
 
 def test_an_unknown_module_is_a_key_error() -> None:
     base = ModelBaseModules(wrapped(TinyLM()))
-    for ask in (base.weight, base.canary):
-        with pytest.raises(KeyError, match="cross_attn"):
-            ask("layers.0.cross_attn.q_proj")
+    with pytest.raises(KeyError, match="cross_attn"):
+        base.canary("layers.0.cross_attn.q_proj")
+    with pytest.raises(KeyError, match="cross_attn"), base.open_weight("layers.0.cross_attn.q_proj"):
+        pass
+
+
+def test_a_plain_weight_is_the_models_own_and_a_packed_one_is_unpacked_by_one_thread_at_a_time() -> None:
+    plain, packed = ModelBaseModules(wrapped(TinyLM())), ModelBaseModules(wrapped(with_packed_layers(TinyLM())))
+    q, down = "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"
+    for base, are_exclusive in ((plain, False), (packed, True)):
+        both_open = threading.Barrier(2)
+
+        def meet(name: str, base: ModelBaseModules = base, both_open: threading.Barrier = both_open) -> bool:
+            with base.open_weight(name):
+                try:
+                    both_open.wait(0.3)
+                except threading.BrokenBarrierError:
+                    return False
+                return True
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(meet, (q, down))) == [not are_exclusive] * 2
+    with plain.open_weight(q) as first, plain.open_weight(q) as second:
+        assert first.stored.data_ptr() == second.stored.data_ptr()
 
 
 def test_threads_may_ask_while_the_model_runs() -> None:

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_core import dora
 from lora_core.errors import InvalidAdapter
+from lora_core.module_weights import BaseWeight
 from tests.factories import LINEAR_TARGETS, make_adapter, reference_logits, reference_model, tiny_llama
 from tests.unit.adapter_folders import (
     PROMPT,
+    WEIGHTS,
     PlainBase,
     adapted_logits,
     drop,
@@ -112,7 +115,7 @@ def test_half_precision_bases_differ_from_peft_by_rounding_alone(
         layer: Any = theirs.get_submodule(f"base_model.model.model.{name}")
         a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
         magnitude = layer.lora_magnitude_vector["default"]
-        norms = magnitude.get_weight_norm(model.weight(name), b @ a, layer.scaling["default"])
+        norms = magnitude.get_weight_norm(model.module(name).weight.float(), b @ a, layer.scaling["default"])
         factor = (magnitude.weight / norms).detach()
         torch.testing.assert_close(weights.gain, factor - 1, rtol=1e-5, atol=1e-6)
         assert torch.equal(weights.a, a.to(dtype))
@@ -177,9 +180,21 @@ def test_a_vector_without_its_pair(folder: Path, base: PlainBase) -> None:
 
 
 def test_two_vectors_of_one_module(folder: Path, base: PlainBase) -> None:
-    edit_weights(folder, lambda tensors: tensors.update({f"{Q}.lora_magnitude_vector.weight": torch.ones(64)}))
-    with pytest.raises(InvalidAdapter, match=rf"are both the magnitude vector of {Q_MODULE}"):
-        load(folder, base=base)
+    twin = f"{Q}.lora_magnitude_vector.weight"
+    for other in (torch.ones(64), torch.ones(64, dtype=torch.bfloat16), torch.ones(1, 64)):
+        edit_weights(folder, lambda tensors, other=other: tensors.update({twin: other}))
+        with pytest.raises(InvalidAdapter, match=rf"{Q}.lora_magnitude_vector and {twin} are the same part of one"):
+            load(folder, base=base)
+
+
+def test_a_vector_that_peft_saves_twice(tiny_base: Path, tmp_path: Path, base: PlainBase) -> None:
+    """That of an embedding, with `save_embedding_layers`."""
+    targets = ("q_proj", "model.embed_tokens")
+    make_adapter(tiny_base, tmp_path, targets=targets, use_dora=True, save_embedding_layers=True)
+    name = "base_model.model.model.embed_tokens.lora_magnitude_vector"
+    assert {name, f"{name}.weight"} <= load_file(tmp_path / WEIGHTS).keys()
+    expected = reference_logits(tiny_base, tmp_path, PROMPT)
+    torch.testing.assert_close(adapted_logits(base, load(tmp_path, base=base)), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(65,), (1, 64), (64, 1), (1,), ()])
@@ -225,24 +240,25 @@ def test_norms_are_exact_across_blocks(rows: int) -> None:
     weight = torch.randn(rows, 500, generator=generator)
     a, b = torch.randn(3, 500, generator=generator), torch.randn(rows, 3, generator=generator)
     dense = weight.double() + 0.7 * (b.double() @ a.double())
-    torch.testing.assert_close(dora.row_norms(weight, a, b, 0.7), dense.norm(dim=1).float())
-    torch.testing.assert_close(dora.column_norms(weight, b.T, a.T, 0.7), dense.norm(dim=0).float())
+    torch.testing.assert_close(dora.row_norms(BaseWeight(weight), a, b, 0.7), dense.norm(dim=1).float())
+    torch.testing.assert_close(dora.column_norms(BaseWeight(weight), b.T, a.T, 0.7), dense.norm(dim=0).float())
 
 
 def test_norms_are_of_the_sum() -> None:
     """Where the delta cancels the weight, squares added one by one would lose everything."""
     a, b = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), torch.ones(3, 2)
     weight = -(b @ a) + 1e-4
-    torch.testing.assert_close(dora.row_norms(weight, a, b, 1.0), torch.full((3,), 8e-4), rtol=1e-2, atol=0)
+    torch.testing.assert_close(dora.row_norms(BaseWeight(weight), a, b, 1.0), torch.full((3,), 8e-4), rtol=1e-2, atol=0)
 
 
-def test_norms_take_little_memory_beside_the_weight() -> None:
-    weight, a, b = torch.zeros(4096, 2048), torch.ones(4, 2048), torch.ones(4096, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_take_little_memory_beside_the_weight(dtype: torch.dtype) -> None:
+    weight, a, b = torch.zeros(4096, 2048, dtype=dtype), torch.ones(4, 2048), torch.ones(4096, 4)
     with LargestResult() as largest:  # type: ignore[no-untyped-call]
-        dora.row_norms(weight, a, b, 1.0)
+        dora.row_norms(BaseWeight(weight), a, b, 1.0)
     assert 2**20 < largest.num_bytes <= 2**22
     with LargestResult() as largest:  # type: ignore[no-untyped-call]
-        dora.column_norms(weight, b.T, a.T, 1.0)
+        dora.column_norms(BaseWeight(weight), b.T, a.T, 1.0)
     assert 2**20 < largest.num_bytes <= 2**22
 
 

@@ -220,7 +220,7 @@ def test_saved_embeddings_of_the_bases_own_values_are_ignored(
     folder: Path, both: Path, bases: dict[str, PlainBase]
 ) -> None:
     """PEFT's `save_embedding_layers=True` writes them whole when nothing adapts them."""
-    weight = bases["tied"].weight("embed_tokens")
+    weight = bases["tied"].module("embed_tokens").get_parameter("weight").detach()
     keys = [f"{EMBEDDING}.weight", f"{HEAD}.weight"]
     edit_weights(folder, lambda tensors: tensors.update({key: weight.clone() for key in keys}))
     assert same_modules(load(folder, base=bases["tied"]), load(both))
@@ -293,6 +293,37 @@ def test_pairs_that_peft_would_tie_are_refused(folder: Path, bases: dict[str, Pl
     drop(folder, f"{HEAD}.lora_A.weight", f"{HEAD}.lora_B.weight")
     with pytest.raises(InvalidAdapter, match="ensure_weight_tying is true"):
         load(folder, base=bases["tied"])
+
+
+def test_a_tied_head_has_the_embeddings_rank_and_the_scale_of_its_own(
+    tiny_base: Path, folder: Path, bases: dict[str, PlainBase]
+) -> None:
+    edit_config(tie(folder), rank_pattern={"lm_head": 2}, use_rslora=True)
+    adapter = load(folder, base=bases["tied"])
+    assert adapter.ranks["lm_head"] == adapter.ranks["embed_tokens"] == 4
+    expected = reference_logits(tiny_base, folder, PROMPT)
+    torch.testing.assert_close(adapted_logits(bases["tied"], adapter), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{"rank_pattern": {"lm_head": 2}, "target_modules": ["lm_head"]}, {}], ids=str)
+def test_a_head_that_only_a_tied_base_has_is_refused_on_another(
+    folder: Path, bases: dict[str, PlainBase], fields: dict[str, Any]
+) -> None:
+    """PEFT ties nothing there: it would want another rank, or drop the pair of a head that is not targeted."""
+    edit_config(tie(folder), **fields)
+    edit_config(folder, target_modules=["q_proj", "embed_tokens", *fields.get("target_modules", ())])
+    drop(folder, f"{EMBEDDING}.base_layer.weight", f"{HEAD}.base_layer.weight")
+    assert load(folder, base=bases["tied"]).ranks["lm_head"] == 4
+    with pytest.raises(InvalidAdapter, match=r"ensure_weight_tying is true.*this base's are not tied"):
+        load(folder, base=bases["untied"])
+
+
+def test_ranks_apart_on_an_untied_base_are_served(untied_base: Path, tmp_path: Path) -> None:
+    """Where PEFT ties nothing, the head has its own rank whatever `ensure_weight_tying` says."""
+    targets = ("embed_tokens", "lm_head")
+    make_adapter(untied_base, tmp_path, targets=targets, rank_pattern={"lm_head": 2})
+    edit_config(tmp_path, ensure_weight_tying=True)
+    assert load(tmp_path, base=plain_base(untied_base)).ranks == {"embed_tokens": 4, "lm_head": 2}
 
 
 def test_tying_without_adapted_embeddings_means_nothing(tiny_base: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_loading_the_same_again_succeeds_and_changed_files_are_another_adapter(t
     assert "changed" in response.message
 
 
-def test_generations_are_the_callers_or_fresh(folders: dict[str, Path]) -> None:
+def test_generations_are_the_callers_or_fresh(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     manager = make_manager()
     manager.load_adapter(f"a={folders['full']}", generation=41)
     assert manager.acquire("a") == AdapterRef("a", 41)
@@ -98,6 +98,7 @@ def test_generations_are_the_callers_or_fresh(folders: dict[str, Path]) -> None:
     response = manager.load_adapter(f"c={folders['full']}", generation=41)
     assert response.status is LoRAStatus.LOAD_ERROR
     assert "generation 41" in response.message
+    assert "Traceback" not in caplog.text
 
 
 @pytest.fixture

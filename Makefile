@@ -3,11 +3,12 @@
 
 PYTHON ?= python3
 CONFIG ?= cluster/config.yaml
+STEPS ?= 20000
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup serve check test smoke cases bench-decode bench-load demo-adapters clean
+.PHONY: setup serve check test smoke cases fuzz bench-decode bench-load demo-adapters clean
 
 setup: $(INSTALLED)
 
@@ -33,6 +34,9 @@ smoke: setup
 
 cases: setup
 	$(BIN)/python -m tests.cases
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --steps $(STEPS)
 
 bench-decode: setup
 	$(BIN)/python -m tests.bench.bench_decode

@@ -1,13 +1,27 @@
-"""The steps by which the desired adapters change, in order, for replicas that apply them one by one."""
+"""The steps by which the desired adapters change, for replicas that apply those of each name in order."""
 
 import bisect
+from typing import NamedTuple
 
 import msgspec
 
-from lora_core.types import LoRARequest
+from lora_core.types import LoRAOperation, LoRARequest
 
 MAX_CHANGES_KEPT = 10_000
 """Changes kept for replicas that are behind; one further behind registers again."""
+
+
+class Topic(NamedTuple):
+    """What a later change makes an earlier one's outcome irrelevant to."""
+
+    name: str
+    is_pin: bool
+    """Whether the adapter is pinned, rather than whether it is loaded."""
+
+
+def topic_of(request: LoRARequest) -> Topic:
+    """What a request is about."""
+    return Topic(request.lora_name, request.operation in (LoRAOperation.PIN, LoRAOperation.UNPIN))
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

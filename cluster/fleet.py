@@ -5,38 +5,36 @@
 
 import msgspec
 
-from cluster.changes import Change
+from cluster.changes import Change, Topic
 from cluster.entry import AdapterEntry
-from lora_core.errors import LoRAFleetError
 from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 
 ROUTER_ACTOR = "adapter_router"
 """Name of the router actor within its deployment, and its key in a replica's metadata."""
 
 
-class ReplicaUnknown(LoRAFleetError):
-    """The router does not know this replica (its lease ran out, or the router restarted): register again."""
-
-
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica must apply before it takes requests; then it acknowledges `epoch` and follows what comes after."""
+    """What a replica must apply before it takes requests; meanwhile it follows what comes after `epoch`."""
 
     epoch: int
     changes: list[Change]
-    """To apply in the order given: unloads of what the replica holds and should not, loads of what it lacks, pins."""
+    """Unloads of what the replica holds and should not, loads of what it lacks, pins; those of one name in order.
+
+    They are acknowledged with the registration's `epoch`: each brings its name to where it is at that epoch.
+    """
     router_name: str
     """The router actor's Ray name in namespace "serve"; empty outside Ray."""
     lease_s: float = 5.0
-    """A replica silent for longer than this no longer counts; while it applies changes it sends heartbeats."""
+    """A replica silent for longer than this no longer counts; it waits for changes for less."""
 
 
-class Applied(msgspec.Struct, kw_only=True):
-    """What a replica answered to the changes it has applied."""
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a change ended on one replica. Those of different names come in any order."""
 
-    adapters: dict[str, LoRAResponse] = {}
-    """By name, the last answer to a load or unload."""
-    pins: dict[str, LoRAResponse] = {}
-    """By name, the last answer to a pin or unpin."""
+    topic: Topic
+    epoch: int
+    """Of the change; of the registration for one that came with it."""
+    response: LoRAResponse
 
 
 class LoadOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,14 +50,15 @@ class LoadOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of a load that ended well: what is now served, and the time it took the slowest replica."""
 
 
-class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterInFleet(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter that can be asked for, in detail."""
 
     entry: AdapterEntry
     report: LoadReport | None
     """Of the load that made it what it is; None where it is not known."""
     replicas: dict[str, str]
-    """Replica id -> "resident" (in a slot), "loaded", "loading", or why that replica does not serve it."""
+    """Replica id -> where the adapter is ("slot", "host" memory, or only on "disk"), "loaded" while that is not known,
+    "loading", or why that replica does not serve it."""
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,17 +66,17 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
     resident: frozenset[str] = frozenset()
     """Names in a slot."""
-    loaded: frozenset[str] = frozenset()
+    in_memory: frozenset[str] = frozenset()
     """Names in host memory."""
+    loaded: frozenset[str] = frozenset()
+    """Names it has loaded, wherever their tensors are now."""
     refused: frozenset[str] = frozenset()
-    """Names of served adapters this replica could not load; a request for one cannot succeed there."""
+    """Names of served adapters it could not load, or has yet to: a request for one cannot succeed there now."""
     num_slots: int = 0
     num_slots_used: int = 0
     """Slots taken by any generation, also by those being drained."""
     sequence: int = -1
-    """Of the residency report this came from; -1 before the first."""
-    epoch: int = 0
-    """Last change the replica acknowledged."""
+    """Of the residency report this came from; -1 before the first, which a replica makes when it can be asked."""
 
 
 class FleetTable(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,18 +4,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cluster.changes import Topic
 from cluster.entry import AdapterEntry
-from cluster.fleet import Applied, ReplicaState, ReplicaUnknown
+from cluster.fleet import Outcome, ReplicaState
 from cluster.verdict import text_of
+from lora_core.errors import ReplicaUnknown
 from lora_core.messages import Residency
 from lora_core.types import AdapterRef, LoRAResponse, LoRAStatus
 
 NOTHING_REPORTED = Residency(sequence=-1, resident=[], loaded=[])
 """What is known of a replica that has not reported its residency yet."""
 
+AS_REGISTERED = LoRAResponse(LoRAStatus.SUCCESS, "it was so when the replica registered")
+"""What stands for the answer of a replica that registered after a change, and had nothing to do for it."""
+
 
 class Word(NamedTuple):
-    """A replica's last word on one adapter, and the epoch it acknowledged with it."""
+    """A replica's last word on a topic, and the epoch it acknowledged with it."""
 
     epoch: int
     response: LoRAResponse
@@ -27,22 +32,20 @@ class Member:
 
     replica_id: str
     expires_at: float
-    epoch: int
-    """Last change acknowledged."""
-    words: dict[str, Word] = field(default_factory=dict)
-    """On loads and unloads, by name."""
-    pin_words: dict[str, Word] = field(default_factory=dict)
-    """On pins and unpins, by name."""
+    since: int
+    """Last change before it registered."""
+    behind: set[Topic]
+    """What it was told to change when it registered, and has not acknowledged yet."""
+    words: dict[Topic, Word] = field(default_factory=dict)
     residency: Residency | None = None
     num_slots: int = 0
 
-    def response(self, name: str, epoch: int) -> LoRAResponse | None:
-        """What the replica said of an adapter's load or unload at `epoch` or later; None before it did."""
-        return _response(self.words, name, epoch)
-
-    def pin_response(self, name: str, epoch: int) -> LoRAResponse | None:
-        """What the replica said of an adapter's pin or unpin at `epoch` or later; None before it did."""
-        return _response(self.pin_words, name, epoch)
+    def response(self, topic: Topic, epoch: int) -> LoRAResponse | None:
+        """What the replica answered to the change of `epoch`, or to a later one of the topic; None before it did."""
+        word = self.words.get(topic)
+        if word is not None and word.epoch >= epoch:
+            return word.response
+        return AS_REGISTERED if epoch <= self.since and topic not in self.behind else None
 
 
 class Members:
@@ -70,12 +73,9 @@ class Members:
         """When the first lease ends; None without members."""
         return min((member.expires_at for member in self._members.values()), default=None)
 
-    def add(self, replica_id: str, now: float, epoch: int, holding: Mapping[str, int]) -> None:
-        """Enter a replica that has acknowledged up to `epoch` and holds these generations, by name."""
-        member = Member(replica_id, now + self.lease_s, epoch)
-        for name, generation in holding.items():
-            member.words[name] = Word(generation, LoRAResponse(LoRAStatus.SUCCESS, "held when it registered"))
-        self._members[replica_id] = member
+    def add(self, replica_id: str, now: float, since: int, behind: Iterable[Topic]) -> None:
+        """Enter a replica that is where the fleet is at epoch `since`, except for the topics it is behind on."""
+        self._members[replica_id] = Member(replica_id, now + self.lease_s, since, set(behind))
         self._states.pop(replica_id, None)
 
     def get(self, replica_id: str) -> Member:
@@ -99,21 +99,21 @@ class Members:
             self._states.pop(replica_id, None)
         return gone
 
-    def acknowledge(self, member: Member, epoch: int, applied: Applied, entries: Mapping[str, AdapterEntry]) -> None:
-        """Note what a replica applied. Words on adapters that are no longer in `entries` are not kept."""
-        member.epoch = max(member.epoch, epoch)
-        for words, results in ((member.words, applied.adapters), (member.pin_words, applied.pins)):
-            for name, response in results.items():
-                word = words.get(name)
-                if name in entries and (word is None or word.epoch <= epoch):
-                    words[name] = Word(epoch, response)
+    def acknowledge(self, member: Member, outcomes: Iterable[Outcome], entries: Mapping[str, AdapterEntry]) -> None:
+        """Note what a replica has applied. Words on adapters that are no longer in `entries` are not kept."""
+        for outcome in outcomes:
+            if outcome.epoch >= member.since:
+                member.behind.discard(outcome.topic)
+            word = member.words.get(outcome.topic)
+            if outcome.topic.name in entries and (word is None or word.epoch <= outcome.epoch):
+                member.words[outcome.topic] = Word(outcome.epoch, outcome.response)
         self._states.pop(member.replica_id, None)
 
     def forget(self, name: str) -> None:
         """Drop every word on an adapter that is gone."""
         for member in self._members.values():
-            member.words.pop(name, None)
-            member.pin_words.pop(name, None)
+            for is_pin in (False, True):
+                member.words.pop(Topic(name, is_pin), None)
 
     def report(self, member: Member, residency: Residency, num_slots: int) -> bool:
         """Note what a replica holds; False for a report older than the one known."""
@@ -134,15 +134,17 @@ class Members:
         return {replica_id: self._states[replica_id] for replica_id in self._members}
 
     def status(self, name: str, entry: AdapterEntry) -> dict[str, str]:
-        """Each member's part in one adapter that is served, see `cluster.fleet.AdapterStatus`."""
+        """Each member's part in one adapter that is served, see `cluster.fleet.AdapterInFleet`."""
         states = {}
         for member in self._members.values():
-            response = member.response(name, entry.generation)
+            response = member.response(Topic(name, is_pin=False), entry.generation)
             report, served = member.residency or NOTHING_REPORTED, AdapterRef(name, entry.generation)
             if served in report.resident:
-                states[member.replica_id] = "resident"
+                states[member.replica_id] = "slot"
+            elif served in report.in_memory:
+                states[member.replica_id] = "host"
             elif served in report.loaded:
-                states[member.replica_id] = "loaded"
+                states[member.replica_id] = "disk"
             elif response is None:
                 states[member.replica_id] = "loading"
             else:
@@ -152,19 +154,24 @@ class Members:
 
     def _state(self, member: Member) -> ReplicaState:
         report = member.residency or NOTHING_REPORTED
-        said = {name: member.response(name, entry.generation) for name, entry in self._ready.items()}
-        loaded = self._served(report.loaded)
-        loaded |= {name for name, word in said.items() if word is not None and word.status is LoRAStatus.SUCCESS}
+        loaded, in_memory = self._served(report.loaded) | self._acknowledged(member), self._served(report.in_memory)
+        # While an adapter is replaced, a replica that has yet to swap serves requests as before: they ask for no more.
+        before = ((name, entry.epoch) for name, entry in self._ready.items() if entry.epoch < entry.generation)
+        usable = loaded | {name for name, epoch in before if _has_loaded(member, name, epoch)}
         return ReplicaState(
             resident=self._served(report.resident),
             # One object for all replicas that have everything: a pickled table then holds the names once.
+            in_memory=self._names if in_memory == self._names else in_memory,
             loaded=self._names if loaded == self._names else loaded,
-            refused=frozenset(name for name, word in said.items() if word is not None and name not in loaded),
+            refused=self._names - usable,
             num_slots=member.num_slots,
             num_slots_used=len(report.resident),
             sequence=report.sequence,
-            epoch=member.epoch,
         )
+
+    def _acknowledged(self, member: Member) -> set[str]:
+        """Names whose generation now served the replica says it has loaded."""
+        return {name for name, entry in self._ready.items() if _has_loaded(member, name, entry.generation)}
 
     def _served(self, refs: Iterable[AdapterRef]) -> frozenset[str]:
         """Names of the references whose generation is the one served."""
@@ -172,6 +179,6 @@ class Members:
         return frozenset(name for name, generation in refs if name in ready and ready[name].generation == generation)
 
 
-def _response(words: Mapping[str, Word], name: str, epoch: int) -> LoRAResponse | None:
-    word = words.get(name)
-    return word.response if word is not None and word.epoch >= epoch else None
+def _has_loaded(member: Member, name: str, epoch: int) -> bool:
+    response = member.response(Topic(name, is_pin=False), epoch)
+    return response is not None and response.status is LoRAStatus.SUCCESS

@@ -6,6 +6,20 @@ from lora_core.errors import AdapterError, AdapterNameTaken, ConfigError, Invali
 
 MAX_NAME_LENGTH = 256
 
+STAGED = "\x1freplacement"
+"""Ends the name of what is to replace an adapter, while replicas load and check it. No adapter of a user's can have it:
+only what can be printed is allowed."""
+
+
+def staged_name(name: str) -> str:
+    """What replicas call the content that is about to replace an adapter."""
+    return name + STAGED
+
+
+def served_name(name: str) -> str:
+    """The adapter that a name is about: its own, or the one that what is staged is to replace."""
+    return name.removesuffix(STAGED)
+
 
 def check_name(name: str, base_name: str) -> None:
     """Check that an adapter can have this name.

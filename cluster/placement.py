@@ -25,7 +25,7 @@ class PlacementSettings:
     load_ms: float = 20.0
     """Cost of bringing an adapter from host memory to a slot."""
     fetch_ms: float = 500.0
-    """Cost of bringing an adapter to a slot on a replica not known to have it in memory."""
+    """Cost of bringing an adapter to a slot on a replica not known to have it in memory: its files are read first."""
     evict_ms: float = 10.0
     """Further cost where another adapter loses its slot."""
 
@@ -48,7 +48,7 @@ class ReplicaView:
     """Requests it takes at once; at this many it is full."""
     resident: AbstractSet[str] = frozenset()
     """Adapters in a slot."""
-    loaded: AbstractSet[str] = frozenset()
+    in_memory: AbstractSet[str] = frozenset()
     """Adapters in host memory."""
     refused: AbstractSet[str] = frozenset()
     """Adapters it cannot serve."""
@@ -118,7 +118,7 @@ def terms(adapter: str | None, view: ReplicaView, settings: PlacementSettings) -
         return Terms(wait_ms, 0.0, False)
     if adapter in view.resident or adapter in view.loading:
         return Terms(wait_ms, 0.0, True)
-    load_ms = settings.load_ms if adapter in view.loaded else settings.fetch_ms
+    load_ms = settings.load_ms if adapter in view.in_memory else settings.fetch_ms
     load_ms += len(view.loading) * settings.load_ms
     if view.num_slots and view.num_slots_used + len(view.loading) >= view.num_slots:
         load_ms += settings.evict_ms

@@ -12,16 +12,13 @@ import msgspec
 
 from cluster.changes import Change, ChangeLog
 from cluster.entry import AdapterEntry
-from cluster.fingerprint import folder_fingerprint, is_changed
+from cluster.fingerprint import folder_fingerprint, is_changed, is_unchanged
 from cluster.journal import Journal, JournalWriter
+from cluster.names import staged_name
 from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, LoRAFleetError
 from lora_core.types import LoadReport, LoRAOperation, LoRARequest
 
 logger = logging.getLogger(__name__)
-
-STAGED = "\x1freplacement"
-"""Ends the name of what is to replace an adapter, while replicas load and check it. No adapter of a user's can have it:
-`cluster.names` allows only what can be printed."""
 
 
 class AdapterRegistry:
@@ -173,7 +170,7 @@ class AdapterRegistry:
         entry = self._entries.get(name)
         if entry is None or entry.state != "ready":
             return self.begin_load(name, path, fingerprint)
-        if entry.path == path and fingerprint is not None and fingerprint == entry.fingerprint:
+        if entry.path == path and is_unchanged(entry.fingerprint, fingerprint):
             return None
         return self.begin_load(staged_name(name), path, fingerprint)
 
@@ -379,7 +376,7 @@ class AdapterRegistry:
         """Note what a new run's replicas will load; files that changed make a new generation."""
         for entry in list(self._entries.values()):
             found = folder_fingerprint(entry.path)
-            if found is not None and found == entry.fingerprint:
+            if is_unchanged(entry.fingerprint, found):
                 continue
             # Whether the files are those of then is not known, or known not to be so.
             renewed = msgspec.structs.replace(entry, fingerprint=found or entry.fingerprint, content_hash=None)
@@ -433,8 +430,3 @@ class AdapterRegistry:
             entry = msgspec.structs.replace(entry, static=True)
             self._put(write, entry, self.report(name))
         self._entries[name] = entry
-
-
-def staged_name(name: str) -> str:
-    """What replicas call the content that is about to replace an adapter."""
-    return name + STAGED

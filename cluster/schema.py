@@ -37,7 +37,7 @@ class RouterSettings(Settings):
     )
     lease_s: float = Field(default=5, gt=0, description="A replica silent for longer than this no longer counts.")
     change_timeout_s: float = Field(
-        default=300, gt=0, description="Longest wait for all replicas to acknowledge a load or an unload."
+        default=300, gt=0, description="Longest load or unload, a download included, until all replicas have done it."
     )
 
 

@@ -7,8 +7,8 @@ from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 SHOWN_HASH = 12
 """Digits of a content hash that a message shows."""
 
-Answers = Mapping[str, LoRAResponse | None]
-"""replica id -> its response; None where it acknowledged the change without one."""
+Answers = Mapping[str, LoRAResponse]
+"""replica id -> its response; those that have yet to answer are left out."""
 
 
 def judge_load(name: str, answers: Answers, late: list[str], timeout_s: float) -> LoRAResponse | None:
@@ -20,24 +20,21 @@ def judge_load(name: str, answers: Answers, late: list[str], timeout_s: float) -
         late: Live replicas that did not acknowledge within timeout_s.
         timeout_s: The `router.change_timeout_s` setting.
     """
-    refusals = {r: answer for r, answer in sorted(answers.items()) if answer and answer.status != LoRAStatus.SUCCESS}
-    silent = sorted(replica for replica, answer in answers.items() if answer is None)
+    refusals = {r: answer for r, answer in sorted(answers.items()) if answer.status is not LoRAStatus.SUCCESS}
     if refusals:
         return _joined(refusals, len(answers))
     if late:
         fault = f"no answer within {timeout_s:g} s (router.change_timeout_s) from replica(s) {', '.join(late)}"
-    elif silent:
-        fault = f"replica(s) {', '.join(silent)} acknowledged the change without saying how it went"
     elif not answers:
         fault = "every replica died meanwhile; try again once /health is ok"
     else:
         return _judge_content(name, answers)
-    return LoRAResponse(LoRAStatus.LOAD_ERROR, f"adapter {name!r} was not loaded: {fault}")
+    return LoRAResponse(LoRAStatus.UNAVAILABLE, f"adapter {name!r} was not loaded: {fault}")
 
 
 def reports_of(answers: Answers) -> dict[str, LoadReport]:
     """What the replicas that loaded an adapter found, by replica id."""
-    return {r: answer.report for r, answer in sorted(answers.items()) if answer and answer.report is not None}
+    return {r: answer.report for r, answer in sorted(answers.items()) if answer.report is not None}
 
 
 def slowest(answers: Answers) -> LoadReport | None:
@@ -56,7 +53,7 @@ def other_content(name: str, expected: str, found: str) -> LoRAResponse:
 
 def judge_swap(name: str, answers: Answers, late: list[str]) -> str:
     """How the last step of a replacement went, in words. It is not undone: every replica had the new content before."""
-    lost = {r: answer for r, answer in sorted(answers.items()) if answer and answer.status != LoRAStatus.SUCCESS}
+    lost = {r: answer for r, answer in sorted(answers.items()) if answer.status != LoRAStatus.SUCCESS}
     parts = [f"{replica} does not serve it ({text_of(answer)})" for replica, answer in lost.items()]
     parts += [f"{replica} has yet to swap" for replica in late]
     return "; ".join([f"adapter {name!r} is replaced on {len(answers) - len(lost)} replica(s)", *parts])
@@ -68,22 +65,22 @@ def judge_pin(name: str, answers: Answers, late: list[str], timeout_s: float) ->
     A replica that does not serve the adapter has nothing to pin.
     """
     passed = (LoRAStatus.SUCCESS, LoRAStatus.PIN_NAME_NONEXISTENT)
-    refusals = {r: answer for r, answer in sorted(answers.items()) if answer and answer.status not in passed}
+    refusals = {r: answer for r, answer in sorted(answers.items()) if answer.status not in passed}
     if refusals:
         return _joined(refusals, len(answers))
     if late:
         fault = f"no answer within {timeout_s:g} s (router.change_timeout_s) from replica(s) {', '.join(late)}"
-    elif all(answer and answer.status is LoRAStatus.PIN_NAME_NONEXISTENT for answer in answers.values()):
+    elif all(answer.status is LoRAStatus.PIN_NAME_NONEXISTENT for answer in answers.values()):
         fault = "no replica serves it now; try again once /health is ok"
     else:
         return None
-    return LoRAResponse(LoRAStatus.PIN_ERROR, f"adapter {name!r}: {fault}")
+    return LoRAResponse(LoRAStatus.UNAVAILABLE, f"adapter {name!r}: {fault}")
 
 
 def judge_unload(name: str, answers: Answers, late: list[str]) -> LoRAResponse:
     """How an unload ended. The adapter is no longer served in any case."""
     expected = (LoRAStatus.SUCCESS, LoRAStatus.UNLOAD_NAME_NONEXISTENT)
-    faults = {r: answer for r, answer in sorted(answers.items()) if answer and answer.status not in expected}
+    faults = {r: answer for r, answer in sorted(answers.items()) if answer.status not in expected}
     if faults:
         parts = "; ".join(f"{replica}: {text_of(answer)}" for replica, answer in faults.items())
         message = f"adapter {name!r} is no longer served, but its memory may not be free: {parts}"
@@ -94,10 +91,7 @@ def judge_unload(name: str, answers: Answers, late: list[str]) -> LoRAResponse:
 
 def words(answers: Answers) -> dict[str, str]:
     """Each replica's status and message in one line."""
-    return {
-        replica: "no answer" if answer is None else f"{answer.status.value}: {text_of(answer)}"
-        for replica, answer in answers.items()
-    }
+    return {replica: f"{answer.status.value}: {text_of(answer)}" for replica, answer in answers.items()}
 
 
 def text_of(response: LoRAResponse) -> str:
@@ -125,9 +119,12 @@ def _shown(content_hash: str) -> str:
 
 
 def _joined(refusals: Mapping[str, LoRAResponse], num_answers: int) -> LoRAResponse:
-    """One response for all refusals: their common text, or each replica's own."""
+    """One response for all refusals: their common text, or each replica's own.
+
+    Its status is the first one's that has looked at the adapter: trying again would meet that refusal, too.
+    """
     texts = {text_of(answer) for answer in refusals.values()}
-    status = next(iter(refusals.values())).status
+    status = min((answer.status for answer in refusals.values()), key=lambda status: status is LoRAStatus.UNAVAILABLE)
     if len(texts) == 1 and len(refusals) == num_answers:
         return LoRAResponse(status, texts.pop())
     parts = "; ".join(f"{replica}: {text_of(answer)}" for replica, answer in refusals.items())

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.fleet import AdapterStatus, LoadOutcome
+from cluster.fleet import AdapterInFleet, LoadOutcome
 from lora_core.types import LoadReport
 
 SHOWN_MODULES = 4
@@ -17,7 +17,7 @@ def outcome_body(outcome: LoadOutcome) -> dict[str, Any]:
     return body if outcome.report is None else {**body, "report": report_body(outcome.report)}
 
 
-def status_body(status: AdapterStatus) -> dict[str, Any]:
+def status_body(status: AdapterInFleet) -> dict[str, Any]:
     """The `lora` field of GET /v1/models/{adapter}."""
     entry = status.entry
     return {

@@ -1,19 +1,21 @@
 """`AdapterFollower`: keeps one replica's adapters what the router actor wants, and tells it what the engine holds."""
 
 import asyncio
-import contextlib
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Protocol
 
-from cluster.changes import Change
-from cluster.fleet import Applied, Registration, ReplicaUnknown
+from cluster.changes import Change, topic_of
+from cluster.fleet import Outcome, Registration
 from cluster.verdict import text_of
+from deployments.adapter_lanes import AdapterLanes, Step
+from deployments.bell import Bell
 from deployments.held_adapters import HeldAdapters
-from lora_core.errors import ConfigError, EngineDead, RequestTimeout
+from lora_core.errors import ConfigError, EngineDead, ReplicaUnknown, RequestTimeout
 from lora_core.messages import Residency
-from lora_core.types import LoRARequest, LoRAResponse, LoRAStatus
+from lora_core.types import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Pauses between attempts to reach a router actor that does not answer."""
 
 JOIN_ATTEMPTS = 4
-"""How often a replica that starts tries to join the fleet. Each attempt has the patience of its calls besides."""
+"""How often in a row a replica that starts tries a call that fails; each has its own patience besides."""
+
+OTHER_CONTENT = "its content is not that of the other replicas"
 
 
 class Router(Protocol):
@@ -37,11 +41,9 @@ class Router(Protocol):
         self, replica_id: str, holding: Mapping[str, int] | None = None, pinned: Collection[str] = ()
     ) -> Registration: ...
 
-    async def heartbeat(self, replica_id: str) -> None: ...
-
     async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]: ...
 
-    async def acknowledge(self, replica_id: str, epoch: int, applied: Applied) -> list[Change]: ...
+    async def acknowledge(self, replica_id: str, outcomes: list[Outcome]) -> list[Change]: ...
 
     async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None: ...
 
@@ -49,9 +51,9 @@ class Router(Protocol):
 class AdapterFollower:
     """One replica's membership of the fleet.
 
-    Changes are applied in the order of their epochs, one at a time, each once; each is acknowledged as soon as its
-    outcome is known, and the lease is kept while one takes long. A router actor that does not answer is asked again
-    and again, with growing pauses; one that does not know this replica is joined anew.
+    Changes of one adapter are applied in the order of their epochs, each once. Those of different adapters do not wait
+    for one another, and each is acknowledged as soon as its own outcome is known. A router actor that does not answer
+    is asked again and again, with growing pauses; one that does not know this replica is joined anew.
 
     Args:
         router: The router actor.
@@ -66,127 +68,211 @@ class AdapterFollower:
         self.router_name = ""
         """The router actor's Ray name, as of the last registration."""
         self.epoch = 0
-        """Last change applied."""
+        """Last change heard of."""
         self._router = router
         self._held = HeldAdapters(apply)
         self._replica_id = replica_id
         self._num_slots = num_slots
         self._lease_s = POLL_S
-        self._unacknowledged: list[tuple[int, Applied]] = []
-        self._applied = asyncio.Event()
+        self._is_registered = False
+        self._progress = Bell()
+        self._lanes = AdapterLanes(self._take, self._progress)
+        # Held by who registers or acknowledges: what was told before a registration must not count after it.
+        self._speaking = asyncio.Lock()
+        self._unsaid: list[tuple[Step, LoRAResponse]] = []
+        self._unsaid_changed = asyncio.Event()
+        # While this replica joins: what it waits for, and the outcomes of its configuration, told all or none.
+        self._joining: asyncio.Future[None] | None = None
+        self._awaited: set[Step] = set()
+        self._configured: dict[Step, LoRAResponse | None] = {}
         self._residency: Residency | None = None
         self._residency_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self) -> None:
-        """Register, and apply what this replica lacks, so that it serves what its fellows serve.
+        """Join the fleet: returns when this replica serves what its fellows served when it registered.
+
+        From its registration on it follows further changes, in the background, until `close`; once it has joined it
+        reports residency, too. It must be closed, whether or not this succeeds.
 
         An adapter that this replica cannot load, or of which it finds other content than its fellows serve, is
         reported to the router actor, and is not fatal: its requests go to the others.
-        Nor is a router actor that dies or forgets this replica meanwhile: it is joined again, `JOIN_ATTEMPTS` in all.
+        Nor is a router actor that dies or forgets this replica meanwhile: it is joined again.
 
         Raises:
             ConfigError: an adapter of the configuration (`lora_paths`) that no replica has served yet cannot be
                 loaded; it is named.
             EngineDead: the engine ended.
-            Exception: what the last attempt failed with.
+            Exception: what the last of `JOIN_ATTEMPTS` failed with.
         """
-        pause_s = FIRST_PAUSE_S
-        for _ in range(JOIN_ATTEMPTS - 1):
-            error = await _failure_of(self._join)
-            if error is None:
-                return
-            if isinstance(error, ConfigError | EngineDead):
-                raise error
-            logger.warning("joining the fleet: %s: %s; trying again in %.1f s", type(error).__name__, error, pause_s)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(4 * pause_s, LONGEST_PAUSE_S)
-        await self._join()
-
-    def start(self) -> None:
-        """Follow further changes in the background, and report residency, until `close`."""
-        self._tasks = [
-            asyncio.create_task(self._persist(self._follow), name="follow-adapters"),
-            asyncio.create_task(self._persist(self._report), name="report-residency"),
-        ]
+        self._joining = asyncio.get_running_loop().create_future()
+        self._spawn(self._follow, "follow-adapters")
+        self._spawn(self._acknowledge, "acknowledge-adapters")
+        try:
+            await self._joining
+        finally:
+            self._joining = None
+        self._spawn(self._report, "report-residency")
 
     def report(self, residency: Residency) -> None:
         """Tell the router actor what the engine holds; only the newest matters."""
-        self._residency = residency
+        self._residency = self._held.as_fleet(residency)
         self._residency_changed.set()
 
     def refusal(self, name: str) -> str | None:
         """Why an adapter that the fleet serves is not served by this replica; None where it is, or there is none."""
         return self._held.refusal(name)
 
-    async def wait_for(self, epoch: int, timeout_s: float) -> None:
-        """Return once changes up to `epoch` are applied.
+    async def wait_for(self, name: str, epoch: int, timeout_s: float) -> None:
+        """Return once the changes of an adapter up to `epoch` are applied.
 
         Raises:
             RequestTimeout: they were not within `timeout_s`.
         """
-        if self.epoch >= epoch:
-            return
-        try:
-            await asyncio.wait_for(self._reach(epoch), timeout_s)
-        except asyncio.TimeoutError:
-            raise RequestTimeout(
-                f"the request needs adapter changes up to epoch {epoch}; this replica has applied those up to "
-                f"{self.epoch}, and no more within {timeout_s:g} s; send it again"
-            ) from None
+        deadline = time.monotonic() + timeout_s
+        while not (self.epoch >= epoch and self._lanes.is_through(name, epoch)):
+            if not await self._progress.wait(deadline - time.monotonic()):
+                raise RequestTimeout(
+                    f"the request needs adapter {name!r} as it is from epoch {epoch} on; this replica has not got it "
+                    f"there within {timeout_s:g} s; send it again"
+                )
 
     async def close(self) -> None:
         """Stop following and reporting."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._lanes.close()
 
-    async def _join(self) -> None:
-        registration = await self._register()
-        applied = await self._keeping_lease(self._held.apply(registration.changes))
-        faults = [
-            f"{change.request.lora_name!r} ({text_of(answer)})"
-            for change in registration.changes
-            # One with a hash is right somewhere: files that changed since must not keep a replica from starting.
-            if change.static and change.request.content_hash is None
-            if (answer := applied.adapters[change.request.lora_name]).status is not LoRAStatus.SUCCESS
-        ]
-        if faults:
-            raise ConfigError(f"lora_paths: cannot be served: {'; '.join(faults)}")
-        await self._finish_joining(registration, applied)
-
-    async def _reach(self, epoch: int) -> None:
-        while self.epoch < epoch:
-            await self._applied.wait()
-
-    async def _persist(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Call `attempt` for ever; after a failure with a pause, longer each time."""
-        pause_s = FIRST_PAUSE_S
-        while True:
-            error = await _failure_of(attempt)
-            if error is None:
-                pause_s = FIRST_PAUSE_S
-                continue
-            logger.warning("router actor: %s: %s; trying again in %.1f s", type(error).__name__, error, pause_s)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    # Changes
 
     async def _follow(self) -> None:
+        if not self._is_registered:
+            await self._register()
         try:
-            await self._acknowledge()
+            # Often enough to keep the lease.
             changes = await self._router.wait_changes(self._replica_id, self.epoch, min(POLL_S, self._lease_s / 3))
-            for change in changes:
-                if change.epoch <= self.epoch:
-                    continue
-                applied = await self._keeping_lease(self._held.apply([change]))
-                self._advance(change.epoch)
-                self._unacknowledged.append((change.epoch, applied))
-                await self._acknowledge()
         except ReplicaUnknown:
             logger.info("the router actor does not know this replica; registering again")
-            registration = await self._register()
-            applied = await self._keeping_lease(self._held.apply(registration.changes))
-            await self._finish_joining(registration, applied)
+            self._is_registered = False
+            return
+        for change in changes:
+            if change.epoch > self.epoch:
+                self.epoch = change.epoch
+                self._lanes.put(Step(change, change.epoch))
+        self._progress.ring()
+
+    async def _register(self) -> None:
+        async with self._speaking:
+            # What is being changed is neither held nor not: the router says what is to come of it, or else it goes.
+            changing = self._lanes.disown()
+            holding = {name: generation for name, generation in self._held.generations.items() if name not in changing}
+            registration = await self._router.register(self._replica_id, holding, sorted(self._held.pinned - changing))
+            self._unsaid.clear()
+        self.router_name, self._lease_s = registration.router_name, registration.lease_s
+        # May go back: a router actor that lost its journal counts anew.
+        self.epoch = registration.epoch
+        changes = registration.changes + _corrections(changing, registration)
+        steps = [Step(change, registration.epoch) for change in changes]
+        if self._joining is not None:
+            self._awaited = set(steps)
+            # One with a hash is right somewhere: files that changed since must not keep a replica from starting.
+            static = [step for step in steps if step.change.static and step.change.request.content_hash is None]
+            self._configured = dict.fromkeys(static)
+        for step in steps:
+            self._lanes.put(step)
+        self._is_registered = True
+        self._residency_changed.set()
+        self._progress.ring()
+        self._through()
+
+    async def _take(self, step: Step) -> None:
+        """Carry out one step of a lane."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                response = await self._apply(step)
+                break
+            except EngineDead as error:
+                self._fail_joining(error)
+                # This replica is about to be replaced; where it is not, the engine's word is still needed.
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        if step in self._configured:
+            self._configured[step] = response
+            self._judge_configuration()
+        elif response is not None:
+            self._say(step, response)
+        else:
+            self._through(step)
+
+    async def _apply(self, step: Step) -> LoRAResponse | None:
+        if step.reason is None:
+            return await self._held.apply(step.change)
+        await self._held.give_up(step.change, step.reason)
+        return None
+
+    # Joining
+
+    def _judge_configuration(self) -> None:
+        """Tell the outcomes of the configuration once all are known, or fail for what cannot be served."""
+        answers = {step.change.request.lora_name: response for step, response in self._configured.items()}
+        if not all(answers.values()):
+            return
+        faults = [f"{name!r} ({text_of(a)})" for name, a in answers.items() if a and a.status is not LoRAStatus.SUCCESS]
+        if faults:
+            self._fail_joining(ConfigError(f"lora_paths: cannot be served: {'; '.join(faults)}"))
+            return
+        for step, response in self._configured.items():
+            if response is not None:
+                self._say(step, response)
+        self._configured = {}
+
+    def _through(self, *steps: Step) -> None:
+        """Nothing is left to do, nor to tell, for these steps."""
+        self._awaited.difference_update(steps)
+        if self._joining is not None and not self._joining.done() and not self._awaited:
+            self._joining.set_result(None)
+
+    def _fail_joining(self, error: Exception) -> bool:
+        """Whether `join` ends with this error."""
+        if self._joining is None:
+            return False
+        if not self._joining.done():
+            self._joining.set_exception(error)
+        return True
+
+    # Acknowledging and reporting
+
+    def _say(self, step: Step, response: LoRAResponse) -> None:
+        if step.epoch is not None:
+            self._unsaid.append((step, response))
+            self._unsaid_changed.set()
+
+    async def _acknowledge(self) -> None:
+        """Tell what has been applied; what could not be told is kept for the next time."""
+        await self._unsaid_changed.wait()
+        async with self._speaking:
+            self._unsaid_changed.clear()
+            said = list(self._unsaid)
+            outcomes = [_outcome(step, response) for step, response in said]
+            if not outcomes:
+                return
+            try:
+                unloads = await self._router.acknowledge(self._replica_id, outcomes)
+            except ReplicaUnknown:
+                # Its next registration tells what this replica holds, and repeats what was refused.
+                self._unsaid.clear()
+                return
+            except BaseException:
+                self._unsaid_changed.set()
+                raise
+            del self._unsaid[: len(said)]
+        given_up = [Step(unload, None, OTHER_CONTENT) for unload in unloads]
+        self._awaited.update(given_up)
+        for step in given_up:
+            self._lanes.put(step)
+        self._through(*(step for step, _ in said))
 
     async def _report(self) -> None:
         await self._residency_changed.wait()
@@ -202,48 +288,43 @@ class AdapterFollower:
             self._residency_changed.set()
             raise
 
-    async def _register(self) -> Registration:
-        held = self._held
-        registration = await self._router.register(self._replica_id, dict(held.generations), sorted(held.pinned))
-        self.router_name = registration.router_name
-        self._lease_s = registration.lease_s
-        return registration
+    def _spawn(self, attempt: Callable[[], Awaitable[None]], name: str) -> None:
+        self._tasks.append(asyncio.create_task(self._persist(attempt), name=name))
 
-    async def _finish_joining(self, registration: Registration, applied: Applied) -> None:
-        # May go back: a router actor that lost its journal counts anew.
-        self._advance(registration.epoch)
-        self._unacknowledged = [(registration.epoch, applied)]
-        self._residency_changed.set()
-        await self._acknowledge()
-
-    async def _acknowledge(self) -> None:
-        """Tell what has been applied; what could not be told is kept for the next time."""
-        while self._unacknowledged:
-            epoch, applied = self._unacknowledged[0]
-            unloads = await self._router.acknowledge(self._replica_id, epoch, applied)
-            self._unacknowledged.pop(0)
-            await self._held.give_up(unloads, "its content is not that of the other replicas")
-
-    def _advance(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._applied.set()
-        self._applied = asyncio.Event()
-
-    async def _keeping_lease(self, work: Awaitable[Applied]) -> Applied:
-        """Do the work; while it takes long, tell the router actor that this replica lives."""
-        heartbeats = asyncio.create_task(self._heartbeats(), name="heartbeats")
-        try:
-            return await work
-        finally:
-            heartbeats.cancel()
-            await asyncio.gather(heartbeats, return_exceptions=True)
-
-    async def _heartbeats(self) -> None:
+    async def _persist(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Call `attempt` for ever; after a failure with a pause, longer each time."""
+        pause_s, num_failures = FIRST_PAUSE_S, 0
         while True:
-            await asyncio.sleep(self._lease_s / 3)
-            # A router actor that is gone, or that has forgotten this replica, is dealt with when the work is done.
-            with contextlib.suppress(Exception):
-                await self._router.heartbeat(self._replica_id)
+            error = await _failure_of(attempt)
+            if error is None:
+                pause_s, num_failures = FIRST_PAUSE_S, 0
+                continue
+            num_failures += 1
+            if num_failures >= JOIN_ATTEMPTS and self._fail_joining(error):
+                return
+            logger.warning("router actor: %s: %s; trying again in %.1f s", type(error).__name__, error, pause_s)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _outcome(step: Step, response: LoRAResponse) -> Outcome:
+    assert step.epoch is not None, "nobody waits for this step"
+    return Outcome(topic=topic_of(step.change.request), epoch=step.epoch, response=response)
+
+
+def _corrections(changing: Collection[str], registration: Registration) -> list[Change]:
+    """What undoes changes that were under way at a registration where the fleet does not want what they lead to."""
+    wanted: dict[str, set[LoRAOperation]] = {name: set() for name in changing}
+    for change in registration.changes:
+        wanted.get(change.request.lora_name, set()).add(change.request.operation)
+    missing = {
+        name: LoRAOperation.UNPIN if LoRAOperation.LOAD in operations else LoRAOperation.UNLOAD
+        for name, operations in wanted.items()
+        if LoRAOperation.PIN not in operations
+    }
+    return [
+        Change(epoch=registration.epoch, request=LoRARequest(operation, name)) for name, operation in missing.items()
+    ]
 
 
 async def _failure_of(attempt: Callable[[], Awaitable[None]]) -> Exception | None:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from cluster.fleet import AdapterStatus, FleetTable
+from cluster.fleet import AdapterInFleet, FleetTable
 from deployments.router_client import RouterClient
 from lora_core.errors import AdapterNotFound, EngineError
 
@@ -58,7 +58,7 @@ class ModelDirectory:
             )
         return self._table
 
-    async def describe(self, name: str) -> AdapterStatus | None:
+    async def describe(self, name: str) -> AdapterInFleet | None:
         """An adapter in detail, as the router actor knows it; None where it has none, or does not answer in time."""
         try:
             return await asyncio.wait_for(self.router.describe(name), LOOKUP_TIMEOUT_S)

@@ -4,19 +4,16 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
-import shutil
 import signal
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from deployments.child_process import ChildProcess
+from deployments.socket_folder import SocketFolder
 from deployments.token_stream import TokenStream
 from lora_core import errors
 from lora_core.channel import (
@@ -41,9 +38,6 @@ from lora_core.messages import (
 from lora_core.types import LoRARequest, LoRAResponse
 
 logger = logging.getLogger(__name__)
-
-MAX_SOCKET_FOLDER = 80
-"""Bytes of a socket folder's path: a unix socket's path, file name included, holds 107."""
 
 PROGRESS_EVERY_S = 10.0
 TICK_S = 0.25
@@ -83,7 +77,7 @@ class EngineClient:
         self._streams: weakref.WeakValueDictionary[str, TokenStream] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._child: ChildProcess | None = None
-        self._folder: Path | None = None
+        self._folder: SocketFolder | None = None
         self._opened = contextlib.AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._fault: LoRAFleetError | None = None
@@ -185,13 +179,13 @@ class EngineClient:
         if self._child is not None:
             self._child.kill()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def _open(self) -> ChildProcess:
         """Open the links, and start the process at their other end. `_opened` closes them in the opposite order."""
-        self._folder = _socket_folder()
-        self._opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
-        base = f"ipc://{self._folder}/engine"
+        self._folder = SocketFolder()
+        self._opened.callback(self._folder.remove)
+        base = f"ipc://{self._folder.path}/engine"
         self._requests = MessageSender(endpoint(base, REQUEST_ENDPOINT), bind=True)
         # Closed when the process is gone: nothing can leave any more.
         self._opened.callback(self._requests.close, 0)
@@ -271,6 +265,9 @@ class EngineClient:
             # It ended by itself, and may have said why: that message can still be on its way.
             await asyncio.wait({self._ended}, timeout=0.5)
         self._end(EngineDead(f"engine process {child.pid} {child.exit_reason()}"))
+        # Nobody will connect any more, and this process may be killed before it is told to close.
+        if self._folder is not None:
+            self._folder.remove()
 
     async def _watch_silence(self, child: ChildProcess) -> None:
         # Counted in ticks of this loop: when the loop itself is held up, the child is not to blame.
@@ -322,15 +319,6 @@ class EngineClient:
 
 async def _first_done(*futures: "asyncio.Future[Any]", timeout_s: float | None = None) -> None:
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _socket_folder() -> Path:
-    """A new folder only this user can enter, with a path short enough for sockets in it."""
-    folder = Path(tempfile.mkdtemp(prefix="lora-fleet-"))
-    if len(os.fsencode(folder)) <= MAX_SOCKET_FOLDER:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="lora-fleet-", dir="/tmp"))
 
 
 def _copy(fault: LoRAFleetError) -> LoRAFleetError:

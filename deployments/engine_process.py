@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from deployments.socket_folder import remove_sockets
 from lora_core.channel import (
     REQUEST_ENDPOINT,
     RESPONSE_ENDPOINT,
@@ -92,10 +93,11 @@ class EngineLoop:
             self._spoke_at = time.monotonic()
 
     def _tell_residency(self) -> None:
-        version = self._engine.manager.version
+        manager = self._engine.manager
+        # Before what it counts: a change between the two is told once more.
+        version = manager.version
         if version != self._version_told:
-            resident, loaded = self._engine.manager.residency()
-            self._events.send(Residency(version, resident, loaded))
+            self._events.send(Residency(version, *manager.residency(), manager.in_host_memory()))
             self._version_told = version
 
 
@@ -104,9 +106,9 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:
         return 1
-    _prepare_process()
     settings: dict[str, Any] = msgspec.json.decode(line)
     base: str = settings["zmq_endpoint_base"]
+    _prepare_process(base)
     threading.Thread(target=_end_with_parent, args=(base,), name="parent-watch", daemon=True).start()
     events = MessageSender(endpoint(base, RESPONSE_ENDPOINT), bind=False)
     try:
@@ -140,7 +142,6 @@ def _serve(base: str, engine_config: EngineConfig, lora_config: LoRAConfig, even
         "loaded %s in %.1f s, warmed up in %.1f s", engine_config.model, loaded - start, time.monotonic() - loaded
     )
     adapter_requests = LoRARequestProcessor(engine.manager, base)
-    adapter_requests.start()
     # What is there now stays: collections during steps need not look at it again.
     gc.collect()
     gc.freeze()
@@ -148,12 +149,17 @@ def _serve(base: str, engine_config: EngineConfig, lora_config: LoRAConfig, even
     EngineLoop(engine, requests, adapter_requests, events).run()
 
 
-def _prepare_process() -> None:
+def _prepare_process(base: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # The parent decides when this process ends; an interrupt from the keyboard reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Nothing here outlives the process, so there is nothing to tidy up.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+    def end(*_: object) -> None:
+        # Whoever ends this process may be ending its parent, too, which then has no time to.
+        remove_sockets(base)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # A process that is stopped cannot see its parent end: it is then woken up. Linux only, as is /proc below.
@@ -169,12 +175,7 @@ def _end_with_parent(base: str) -> NoReturn:
     while os.read(0, 4096):
         pass
     logger.warning("the parent process is gone; ending")
-    path = Path(base.removeprefix("ipc://"))
-    # The parent may be removing them too.
-    with contextlib.suppress(OSError):
-        for socket in path.parent.glob(f"{path.name}-*"):
-            socket.unlink(missing_ok=True)
-        path.parent.rmdir()
+    remove_sockets(base)
     os._exit(1)
 
 

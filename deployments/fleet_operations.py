@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from cluster.changes import Change
+from cluster.changes import Change, Topic, topic_of
 from cluster.fingerprint import folder_fingerprint
 from cluster.fleet import LoadOutcome
 from cluster.members import Members
@@ -149,7 +149,7 @@ class FleetOperations:
             loading.begun = True
             if not await self._some_member():
                 return LoadOutcome(
-                    status=LoRAStatus.LOAD_ERROR,
+                    status=LoRAStatus.UNAVAILABLE,
                     message=f"adapter {name!r} was not loaded: no replica is running; try again once /health is ok",
                 )
             # Before any replica reads the files: a change during the load shows as one, too.
@@ -168,13 +168,13 @@ class FleetOperations:
     async def _loaded_already(self, name: str) -> LoadOutcome:
         """Answer a load that changes nothing. Replicas that refused the adapter are asked once more."""
         entry = self._registry.entries[name]
-        message, answers = f"adapter {name!r} was loaded already", self._answers(name, entry.generation)
+        message = f"adapter {name!r} was loaded already"
+        answers = self._answers(Topic(name, is_pin=False), entry.generation)
         if _refusals(answers):
             change = self._registry.repeat_load(name)
             self._registry.repeat_pin(name)
             self._announce()
-            late = await self._acknowledged(change.epoch)
-            answers = self._answers(name, change.epoch)
+            answers, late = await self._answered(change)
             refusals = {replica: text_of(answer) for replica, answer in _refusals(answers).items()}
             faults = [f"{replica} does not serve it: {text}" for replica, text in sorted(refusals.items())]
             faults += [f"{replica} has not answered" for replica in late]
@@ -219,8 +219,7 @@ class FleetOperations:
     async def _swap(self, name: str, report: LoadReport | None) -> LoadOutcome:
         change = self._registry.commit_replace(name, report)
         self._announce()
-        late = await self._acknowledged(change.epoch)
-        answers = self._answers(name, change.epoch)
+        answers, late = await self._answered(change)
         staged = self._registry.finish_replace(name)
         # A replica that could not serve the generation before had nothing to pin.
         self._registry.repeat_pin(name)
@@ -231,8 +230,8 @@ class FleetOperations:
     async def _loaded(self, name: str, change: Change) -> tuple[Answers, LoRAResponse | None]:
         """Wait until every replica has answered a load; returns what they said, and why it failed, if it did."""
         self._announce()
-        late = await self._acknowledged(change.epoch)
-        answers = _of_name(name, change.request.lora_name, self._answers(change.request.lora_name, change.epoch))
+        answers, late = await self._answered(change)
+        answers = _of_name(name, change.request.lora_name, answers)
         return answers, judge_load(name, answers, late, self._settings.change_timeout_s)
 
     def _undo_load(self, name: str, change: Change, answers: Answers, refusal: LoRAResponse) -> LoadOutcome:
@@ -257,8 +256,7 @@ class FleetOperations:
             except LoRAFleetError as error:
                 return _failed(error, STATUSES)
             self._announce()
-            late = await self._acknowledged(change.epoch)
-            answers = self._answers(name, change.epoch)
+            answers, late = await self._answered(change)
             self._registry.finish_unload(name)
             self._members.forget(name)
             self._announce()
@@ -277,8 +275,7 @@ class FleetOperations:
             if change is None:
                 return LoadOutcome(status=LoRAStatus.SUCCESS, message=f"adapter {name!r} is {done} already")
             self._announce()
-            late = await self._acknowledged(change.epoch)
-            answers = self._pin_answers(name, change.epoch)
+            answers, late = await self._answered(change)
             refusal = judge_pin(name, answers, late, self._settings.change_timeout_s)
             if refusal is None:
                 message = f"adapter {name!r} is {done} on {len(answers)} replica(s)"
@@ -294,7 +291,7 @@ class FleetOperations:
             return LoRAResponse(refusal.status, f"{text_of(refusal)}; the pin stays where it was possible: {error}")
         if back is not None:
             self._announce()
-            await self._acknowledged(back.epoch)
+            await self._answered(back)
         return refusal
 
     def _most_pins(self) -> int | None:
@@ -310,25 +307,23 @@ class FleetOperations:
                 return False
         return True
 
-    async def _acknowledged(self, epoch: int) -> list[str]:
-        """Wait until every live replica has applied `epoch`; returns those that did not in time."""
+    async def _answered(self, change: Change) -> tuple[Answers, list[str]]:
+        """Wait until every live replica has answered a change; what they said, and those that did not in time."""
         deadline = time.monotonic() + self._settings.change_timeout_s
+        topic = topic_of(change.request)
         while True:
-            waiting = [member.replica_id for member in self._members.live if member.epoch < epoch]
-            if not waiting or not await self._progress.wait(deadline - time.monotonic()):
-                return waiting
+            answers = self._answers(topic, change.epoch)
+            late = [member.replica_id for member in self._members.live if member.replica_id not in answers]
+            if not late or not await self._progress.wait(deadline - time.monotonic()):
+                return answers, late
 
-    def _answers(self, name: str, epoch: int) -> Answers:
-        live = self._members.live
-        return {member.replica_id: member.response(name, epoch) for member in live if member.epoch >= epoch}
-
-    def _pin_answers(self, name: str, epoch: int) -> Answers:
-        live = self._members.live
-        return {member.replica_id: member.pin_response(name, epoch) for member in live if member.epoch >= epoch}
+    def _answers(self, topic: Topic, epoch: int) -> Answers:
+        answers = {member.replica_id: member.response(topic, epoch) for member in self._members.live}
+        return {replica: answer for replica, answer in answers.items() if answer is not None}
 
 
-def _refusals(answers: Mapping[str, LoRAResponse | None]) -> dict[str, LoRAResponse]:
-    return {r: answer for r, answer in answers.items() if answer and answer.status is not LoRAStatus.SUCCESS}
+def _refusals(answers: Answers) -> dict[str, LoRAResponse]:
+    return {r: answer for r, answer in answers.items() if answer.status is not LoRAStatus.SUCCESS}
 
 
 def _of_name(name: str, loaded: str, answers: Answers) -> Answers:
@@ -336,8 +331,7 @@ def _of_name(name: str, loaded: str, answers: Answers) -> Answers:
     if loaded == name:
         return answers
     return {
-        replica: answer
-        and LoRAResponse(answer.status, text_of(answer).replace(repr(loaded), repr(name)), answer.report)
+        replica: LoRAResponse(answer.status, text_of(answer).replace(repr(loaded), repr(name)), answer.report)
         for replica, answer in answers.items()
     }
 

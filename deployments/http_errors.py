@@ -66,6 +66,7 @@ STATUS_ERRORS: dict[LoRAStatus, type[LoRAFleetError]] = {
     LoRAStatus.LOAD_INVALID_ADAPTER: InvalidAdapter,
     LoRAStatus.PIN_NAME_NONEXISTENT: AdapterNotFound,
     LoRAStatus.PIN_ERROR: AdapterError,
+    LoRAStatus.UNAVAILABLE: EngineError,
 }
 """What a refused operation is raised as; statuses not named here are faults of the server."""
 

@@ -83,6 +83,7 @@ class Ingress:
             AdapterNameTaken, InvalidAdapterPath, InvalidAdapter: why it was refused; what was served before still is,
                 and nothing else stays registered.
             LoRADisabled: the server runs without adapters.
+            EngineError: no replica is there, or one did not answer in time; nothing was changed.
         """
         self._check_enabled()
         return await self._changed(await self._directory.router.load(lora_name, lora_path, load_inplace))
@@ -99,12 +100,13 @@ class Ingress:
             AdapterNotFound: no such adapter.
             AdapterError: too many are pinned; both numbers are named.
             LoRADisabled: the server runs without adapters.
+            EngineError: no replica serves it, or one did not answer in time.
         """
         self._check_enabled()
         return await self._changed(await self._directory.router.pin(lora_name))
 
     async def unpin_adapter(self, lora_name: str) -> LoadOutcome:
-        """Let an adapter's slot be taken again. Raises AdapterNotFound, LoRADisabled."""
+        """Let an adapter's slot be taken again. Raises AdapterNotFound, LoRADisabled, EngineError."""
         self._check_enabled()
         return await self._changed(await self._directory.router.unpin(lora_name))
 
@@ -168,4 +170,5 @@ def parse_body(body: dict[str, Any]) -> GenerationRequest:
 
 
 def _num_joined(table: FleetTable) -> int:
-    return sum(state.epoch > 0 for state in table.replicas.values())
+    # A replica reports what it holds for the first time when it has joined.
+    return sum(state.sequence >= 0 for state in table.replicas.values())

@@ -16,6 +16,7 @@ from types import TracebackType
 
 import psutil
 
+from deployments.socket_folder import sweep
 from lora_core.errors import LoRAFleetError
 
 JOINING = {
@@ -111,6 +112,8 @@ class LocalCluster:
                     process.kill()
             self._process = None
         shutil.rmtree(self.folder, ignore_errors=True)
+        # Of replicas that were killed together with their engines.
+        sweep()
 
     def _wait_until_started(self, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s

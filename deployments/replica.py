@@ -25,9 +25,6 @@ from lora_core.types import LoRARequest, LoRAResponse
 
 logger = logging.getLogger(__name__)
 
-LOAD_TIMEOUT_S = 300.0
-"""Longest load of one adapter, a download included."""
-
 EPOCH_TIMEOUT_S = 10.0
 """Longest wait of a request for an adapter change that it must see."""
 
@@ -57,7 +54,7 @@ class EngineReplica:
         try:
             self._ready = await client.start(app.replica.start_timeout_s)
             self._generator = Generator(client, self._ready, await tokenizer_task)
-            self._follower = await self._join(client, self._ready)
+            self._follower = await self._join(client, self._ready, app.router.change_timeout_s)
         except BaseException:
             tokenizer_task.cancel()
             await client.close()
@@ -66,7 +63,7 @@ class EngineReplica:
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk | Refusal, None]:
         """Answer a call, see `Generator.generate`; closing the iterator ends it in the engine.
 
-        A call that can never be served (InvalidRequest, AdapterNotFound after all changes up to `call.epoch`,
+        A call that can never be served (InvalidRequest, AdapterNotFound after its changes up to `call.epoch`,
         LoRADisabled), or whose adapter is not served by this replica (AdapterLost) or no longer (AdapterUnloaded), is
         answered by a `Refusal`.
 
@@ -75,7 +72,7 @@ class EngineReplica:
             EngineDead: the engine ended, or no longer makes progress.
         """
         if call.lora_name is not None:
-            await self._joined.wait_for(call.epoch, EPOCH_TIMEOUT_S)
+            await self._joined.wait_for(call.lora_name, call.epoch, EPOCH_TIMEOUT_S)
             reason = self._joined.refusal(call.lora_name)
             if reason is not None:
                 message = f"replica {_replica_id()} does not serve adapter {call.lora_name!r}: {reason}"
@@ -125,9 +122,9 @@ class EngineReplica:
             on_residency=self._on_residency,
         )
 
-    async def _join(self, client: EngineClient, ready: EngineReady) -> AdapterFollower:
+    async def _join(self, client: EngineClient, ready: EngineReady, change_timeout_s: float) -> AdapterFollower:
         async def apply(request: LoRARequest) -> LoRAResponse:
-            return await client.lora(request, LOAD_TIMEOUT_S)
+            return await client.lora(request, change_timeout_s)
 
         follower = AdapterFollower(RouterClient(), apply, _replica_id(), ready.num_slots)
         try:
@@ -135,7 +132,6 @@ class EngineReplica:
         except BaseException:
             await follower.close()
             raise
-        follower.start()
         follower.report(client.residency)
         return follower
 

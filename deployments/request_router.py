@@ -104,7 +104,7 @@ class AffinityRequestRouter(ExactRequestRouter):
             in_flight=self.num_in_flight(replica.replica_id),
             capacity=replica.max_ongoing_requests,
             resident=state.resident,
-            loaded=state.loaded,
+            in_memory=state.in_memory,
             refused=state.refused,
             loading=self._fleet.loading(key),
             num_slots=state.num_slots,

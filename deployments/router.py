@@ -13,11 +13,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from cluster.changes import Change
-from cluster.fleet import AdapterStatus, Applied, FleetTable, LoadOutcome, Registration, ReplicaUnknown
+from cluster.changes import Change, topic_of
+from cluster.fleet import AdapterInFleet, FleetTable, LoadOutcome, Outcome, Registration
 from cluster.journal import session_journal
 from cluster.members import Members
 from cluster.names import check_name, static_adapters
@@ -27,9 +28,9 @@ from cluster.verdict import other_content, text_of
 from deployments.bell import Bell
 from deployments.fleet_operations import FleetOperations
 from deployments.ray_internals import actor_name, session_folder, session_name
-from lora_core.errors import AdapterError, AdapterNameTaken
+from lora_core.errors import AdapterError, AdapterNameTaken, ReplicaUnknown
 from lora_core.messages import Residency
-from lora_core.types import LoRAOperation, LoRAResponse, LoRAStatus
+from lora_core.types import LoRAStatus
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +87,9 @@ class AdapterRouter:
             holding: name -> generation of the adapters it has loaded already.
             pinned: Names of those it has pinned.
         """
-        holding = holding or {}
-        changes = self._registry.catch_up(holding, pinned)
-        loads = (LoRAOperation.LOAD, LoRAOperation.UNLOAD)
-        changing = {change.request.lora_name for change in changes if change.request.operation in loads}
-        kept = {name: generation for name, generation in holding.items() if name not in changing}
-        acknowledged = 0 if changes else self._registry.epoch
-        self._members.add(replica_id, time.monotonic(), acknowledged, kept)
+        changes = self._registry.catch_up(holding or {}, pinned)
+        behind = {topic_of(change.request) for change in changes}
+        self._members.add(replica_id, time.monotonic(), self._registry.epoch, behind)
         self._schedule_sweep()
         self._progress.ring()
         self._publish()
@@ -101,12 +98,8 @@ class AdapterRouter:
             epoch=self._registry.epoch, changes=changes, router_name=self._name, lease_s=self._settings.lease_s
         )
 
-    async def heartbeat(self, replica_id: str) -> None:
-        """Renew a replica's lease. Raises ReplicaUnknown."""
-        self._members.renew(replica_id, time.monotonic())
-
     async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]:
-        """Changes after since_epoch, in order; [] when none came within timeout_s. Renews the lease.
+        """Changes after since_epoch, in order; [] when none came within timeout_s. Renews the lease, when called.
 
         Raises:
             ReplicaUnknown: not registered, or too far behind for the changes still known; register again.
@@ -121,8 +114,8 @@ class AdapterRouter:
                 return changes
             self._members.get(replica_id)
 
-    async def acknowledge(self, replica_id: str, epoch: int, applied: Applied) -> list[Change]:
-        """Note that a replica has applied every change up to `epoch`, with its answer for each adapter in them.
+    async def acknowledge(self, replica_id: str, outcomes: list[Outcome]) -> list[Change]:
+        """Note how changes ended on a replica, each by itself: it may be long in applying another one yet.
 
         Returns:
             Unloads for this replica alone: of adapters that it found other content of than its fellows serve.
@@ -131,14 +124,14 @@ class AdapterRouter:
             ReplicaUnknown: register again.
         """
         member = self._members.renew(replica_id, time.monotonic())
-        adapters = {name: self._compared(name, response) for name, response in applied.adapters.items()}
+        compared = [self._compared(outcome) for outcome in outcomes]
         unloads = [
-            Change(epoch=epoch, request=self._registry.entries[name].unload_request())
-            for name, response in adapters.items()
-            if response is not applied.adapters[name]
+            Change(epoch=outcome.epoch, request=self._registry.entries[outcome.topic.name].unload_request())
+            for outcome, told in zip(compared, outcomes, strict=True)
+            if outcome is not told
         ]
-        self._members.acknowledge(member, epoch, Applied(adapters=adapters, pins=applied.pins), self._registry.entries)
-        self._warn_of_refusals(replica_id, adapters)
+        self._members.acknowledge(member, compared, self._registry.entries)
+        self._warn_of_refusals(replica_id, compared)
         self._progress.ring()
         self._publish()
         return unloads
@@ -175,12 +168,12 @@ class AdapterRouter:
             await asyncio.sleep(COALESCE_S)
         return await self.table()
 
-    async def describe(self, name: str) -> AdapterStatus | None:
+    async def describe(self, name: str) -> AdapterInFleet | None:
         """One adapter in detail; None where none of this name can be asked for."""
         entry = self._registry.ready().get(name)
         if entry is None:
             return None
-        return AdapterStatus(
+        return AdapterInFleet(
             entry=entry, report=self._registry.report(name), replicas=self._members.status(name, entry)
         )
 
@@ -234,22 +227,25 @@ class AdapterRouter:
 
     # Inside
 
-    def _compared(self, name: str, response: LoRAResponse) -> LoRAResponse:
-        """The response, or a refusal in its place where a replica loaded other content than its fellows serve."""
-        entry, report = self._registry.entries.get(name), response.report
+    def _compared(self, outcome: Outcome) -> Outcome:
+        """The outcome, or a refusal in its place where a replica loaded other content than its fellows serve."""
+        name, report = outcome.topic.name, outcome.response.report
+        entry = self._registry.entries.get(name)
         if entry is None or entry.state != "ready" or report is None or report.generation != entry.generation:
-            return response
+            return outcome
         if entry.content_hash is None:
             self._registry.note_content(name, report)
         elif entry.content_hash != report.content_hash:
-            return other_content(name, entry.content_hash, report.content_hash)
-        return response
+            refusal = other_content(name, entry.content_hash, report.content_hash)
+            return msgspec.structs.replace(outcome, response=refusal)
+        return outcome
 
-    def _warn_of_refusals(self, replica_id: str, adapters: Mapping[str, LoRAResponse]) -> None:
+    def _warn_of_refusals(self, replica_id: str, outcomes: list[Outcome]) -> None:
         """Say which adapters that others serve a replica does not."""
         served = self._registry.ready()
-        for name, response in adapters.items():
-            if name in served and response.status is not LoRAStatus.SUCCESS:
+        for outcome in outcomes:
+            (name, is_pin), response = outcome.topic, outcome.response
+            if not is_pin and name in served and response.status is not LoRAStatus.SUCCESS:
                 logger.warning("replica %s does not serve adapter %r: %s", replica_id, name, text_of(response))
 
     def _announce(self) -> None:
@@ -271,7 +267,7 @@ class AdapterRouter:
     def _expire(self, due: float) -> None:
         self._sweep = None
         now = time.monotonic()
-        # A loop that was held up has heartbeats waiting: they are heard before anyone is dropped.
+        # A loop that was held up has calls of replicas waiting: they are heard before anyone is dropped.
         if now - due > self._settings.lease_s / 2:
             pause_s = self._settings.lease_s / 2
             self._sweep = asyncio.get_running_loop().call_later(pause_s, self._expire, now + pause_s)

@@ -11,7 +11,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from cluster.changes import Change
-from cluster.fleet import ROUTER_ACTOR, AdapterStatus, Applied, FleetTable, LoadOutcome, Registration
+from cluster.fleet import ROUTER_ACTOR, AdapterInFleet, FleetTable, LoadOutcome, Outcome, Registration
 from deployments.ray_internals import SERVE_NAMESPACE
 from lora_core.errors import EngineDead, LoRAFleetError, RequestTimeout
 from lora_core.messages import Residency
@@ -49,7 +49,7 @@ class RouterClient:
     ) -> Registration:
         """Join the fleet, or join it again.
 
-        The changes returned must be applied in their order, and `Registration.epoch` acknowledged.
+        The changes returned must be applied, those of one name in their order, and acknowledged.
 
         Args:
             replica_id: Serve's unique id of the replica.
@@ -59,18 +59,14 @@ class RouterClient:
         registration: Registration = await self._call("register", replica_id, dict(holding or {}), list(pinned))
         return registration
 
-    async def heartbeat(self, replica_id: str) -> None:
-        """Renew the lease; every other call of the replica renews it too."""
-        await self._call("heartbeat", replica_id)
-
     async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]:
-        """Changes after since_epoch, in order; [] when none came within timeout_s."""
+        """Changes after since_epoch, in order; [] when none came within timeout_s. Every call renews the lease."""
         changes: list[Change] = await self._call("wait_changes", replica_id, since_epoch, timeout_s)
         return changes
 
-    async def acknowledge(self, replica_id: str, epoch: int, applied: Applied) -> list[Change]:
-        """Say that every change up to `epoch` is applied, and how it went; returns what this replica must unload."""
-        unloads: list[Change] = await self._call("acknowledge", replica_id, epoch, applied)
+    async def acknowledge(self, replica_id: str, outcomes: list[Outcome]) -> list[Change]:
+        """Say how changes ended, in any order across names; returns what this replica must unload."""
+        unloads: list[Change] = await self._call("acknowledge", replica_id, outcomes)
         return unloads
 
     async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None:
@@ -94,9 +90,9 @@ class RouterClient:
         outcome: LoadOutcome = await self._call("unpin", name)
         return outcome
 
-    async def describe(self, name: str) -> AdapterStatus | None:
+    async def describe(self, name: str) -> AdapterInFleet | None:
         """One adapter in detail; None where none of this name can be asked for."""
-        status: AdapterStatus | None = await self._call("describe", name)
+        status: AdapterInFleet | None = await self._call("describe", name)
         return status
 
     async def unload(self, name: str) -> LoadOutcome:

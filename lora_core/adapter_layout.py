@@ -9,6 +9,7 @@ from lora_core.adapter_weights import SERVED_DTYPES, TensorInfo, list_keys
 from lora_core.errors import InvalidAdapter
 from lora_core.module_patterns import ModuleRule, invalid_config
 from lora_core.peft_config import PeftConfig
+from lora_core.targets import DECODER_PATHS
 from lora_core.tensor_keys import (
     EMBEDDING_MODULE,
     HEAD_MODULE,
@@ -20,64 +21,69 @@ from lora_core.tensor_keys import (
 )
 from lora_core.types import LoRAType
 
-_PARENTS = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"), "self_attn"),
-    **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), "mlp"),
-}
-"""Where a decoder layer keeps the projections whose names stand without a path."""
-
 _EMBEDDINGS = (EMBEDDING_MODULE, HEAD_MODULE)
 
 
 @dataclass(frozen=True)
 class BaseShapes:
-    """Shapes of the base model's weights.
+    """Shapes of the base model's weights that adapters may change.
 
     Attributes:
-        projections: `(out_features, in_features)` of each module adapters may change: those of a decoder layer by PEFT
-            projection name (`q_proj`) or by path inside the layer (`self_attn.q_proj`); `embed_tokens` is
-            `(hidden, vocabulary)`, `lm_head` `(vocabulary, hidden)`.
+        modules: `(out_features, in_features)` by normalised name; the embedding's are `(hidden, vocabulary)`.
         num_layers: Decoder layers.
         knows_weights: Copies of base weights will be compared with the base's values, not only with its shapes.
     """
 
-    projections: Mapping[str, tuple[int, int]]
+    modules: Mapping[str, tuple[int, int]]
     num_layers: int
-    knows_weights: bool = False
+    knows_weights: bool
 
-    def projection_of(self, module: ModuleName) -> str | None:
-        """Name of the projection that a module is, or None if adapters may not change it."""
-        if module.layer is None:
-            return module.name if module.name in _EMBEDDINGS and module.name in self.projections else None
-        for name in self.projections:
-            if name in _EMBEDDINGS:
-                continue
-            path = f"{_PARENTS[name]}.{name}" if name in _PARENTS else name
-            if module.path == path or (name not in _PARENTS and module.path.endswith(f".{name}")):
-                return name
-        return None
+    @classmethod
+    def of(
+        cls, projections: Mapping[str, tuple[int, int]], num_layers: int, *, knows_weights: bool = False
+    ) -> "BaseShapes":
+        """The shapes of a base model whose layers are alike.
+
+        Args:
+            projections: Shapes as in `modules`, by path inside a decoder layer, or by the PEFT name of a projection
+                that the decoder has (`lora_core.targets.DECODER_PATHS`); of embedding and head by their names.
+            num_layers: As the attribute.
+            knows_weights: As the attribute.
+        """
+        modules: dict[str, tuple[int, int]] = {}
+        for name, shape in projections.items():
+            path = DECODER_PATHS.get(name, name)
+            places = [path] if path in _EMBEDDINGS else [f"layers.{layer}.{path}" for layer in range(num_layers)]
+            modules.update(dict.fromkeys(places, shape))
+        return cls(modules, num_layers, knows_weights)
 
     def weight_shape(self, module: ModuleName) -> tuple[int, int] | None:
         """Shape of a module's weight in the checkpoint, if adapters may change the module."""
-        projection = self.projection_of(module)
-        if projection is None or (module.layer is not None and module.layer >= self.num_layers):
-            return None
-        out_features, in_features = self.projections[projection]
-        return (in_features, out_features) if module.name == EMBEDDING_MODULE else (out_features, in_features)
+        shape = self.modules.get(module.name)
+        return shape[::-1] if shape is not None and module.name == EMBEDDING_MODULE else shape
 
     def accepts_copy(self, module: ModuleName, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape can be a copy of the base weight of `module`."""
         expected = self.weight_shape(module)
         if expected is None and module.path in _EMBEDDINGS:
             # The hidden size is known from any projection that reads the residual stream.
-            return len(shape) == 2 and any(shape[1] == width for _, width in self.projections.values())
+            return len(shape) == 2 and any(shape[1] == width for _, width in self.modules.values())
         return shape == expected
+
+    def describe(self) -> str:
+        """The modules adapters may change, for an error message."""
+        first = "layers.0."
+        paths = [name.removeprefix(first) for name in self.modules if name.startswith(first)]
+        outside = [name for name in _EMBEDDINGS if name in self.modules]
+        inside = f"{list_keys(paths, limit=10) or 'nothing'} in each layer"
+        return f"{inside}, and {' and '.join(outside)}" if outside else inside
 
 
 class ModulePlan(NamedTuple):
     """One adapted module: what it is, its true rank, the factor of B, and the keys of its tensors in the files.
 
-    `shape` is `(out_features, in_features)`; `magnitude_key` is None without DoRA.
+    `projection` is the last part of its name, `shape` `(out_features, in_features)`; `magnitude_key` is None without
+    DoRA.
     """
 
     module: str
@@ -114,17 +120,23 @@ class AdapterPlan(NamedTuple):
 
 
 class _Foreign(enum.Enum):
-    """Why a tensor cannot be served, as it reads in the refusal."""
+    """Why a tensor cannot be served, as it reads in the refusal; braces stand for what the base model has."""
 
     BIAS = "biases, not served: train with bias='none' and lora_bias=False"
     EMBEDDING = (
         "adapted embed_tokens or lm_head, which this server does not adapt: set lora_config.adapt_embeddings to true"
     )
-    FORM = "tensors of a linear layer on an embedding, or of an embedding on a linear layer"
-    FULL_WEIGHT = "whole weights (modules_to_save or saved embeddings), not served"
+    FORM = (
+        "tensors of a linear layer on an embedding, or of an embedding on a linear layer (expected lora_embedding_A "
+        "and lora_embedding_B of embed_tokens, lora_A and lora_B of all else)"
+    )
+    FULL_WEIGHT = (
+        "whole weights (modules_to_save or saved embeddings), not served: train without modules_to_save, and save with "
+        "save_embedding_layers=False"
+    )
     COPY_SHAPE = "copies of base weights of another shape than this base model's"
-    LAYER = "decoder layers this base model does not have"
-    MODULE = "modules this server does not adapt"
+    LAYER = "decoder layers this base model does not have (it has {num_layers}, counted from 0)"
+    MODULE = "modules this server does not adapt (it adapts {modules})"
 
 
 def plan_modules(
@@ -147,10 +159,11 @@ def plan_modules(
     keys, copies, wholes = _account(tensors, base, strict)
     modules, twins = _group(keys, tensors)
     _check_magnitudes(modules, config.use_dora)
+    # A head that is tied is adapted with the embedding, whichever layers are transformed.
     transformed = [
         parts
-        for parts in modules.values()
-        if config.transforms(parts[LoRAType.A].module.layer, *parts[LoRAType.A].target_names())
+        for name, parts in modules.items()
+        if (config.ensure_weight_tying and name == HEAD_MODULE) or _transforms(config, parts[LoRAType.A])
     ]
     _check_targets([parts[LoRAType.A] for parts in transformed], config)
     ranks = {name: config.rank_of(*parts[LoRAType.A].pattern_names()) for name, parts in modules.items()}
@@ -184,7 +197,7 @@ def _account(
     foreign: dict[_Foreign, list[str]] = {}
     for name, info in tensors.items():
         key = parse_tensor_key(name)
-        copy, whole = parse_copy_key(name), parse_whole_weight_key(name)
+        copy, whole = (None, None) if key is not None else (parse_copy_key(name), parse_whole_weight_key(name))
         if key is not None:
             reason = _place(key, base)
         elif copy is not None:
@@ -204,18 +217,41 @@ def _account(
     if not strict:
         foreign.pop(_Foreign.MODULE, None)
     if foreign:
-        reasons = (f"{reason.value}: {list_keys(foreign[reason])}" for reason in _Foreign if reason in foreign)
-        raise InvalidAdapter(f"the adapter has tensors that have no place here: {'; '.join(reasons)}")
+        raise _no_place(foreign, tensors, base)
     return keys, copies, wholes
 
 
+def _no_place(
+    foreign: Mapping[_Foreign, Iterable[str]], tensors: Mapping[str, TensorInfo], base: BaseShapes
+) -> InvalidAdapter:
+    """The refusal of tensors without a place, keys by reason."""
+    reasons = []
+    for reason in _Foreign:
+        keys = foreign.get(reason, ())
+        if reason is _Foreign.COPY_SHAPE:
+            keys = [f"{key} {_shapes_of_copy(key, tensors[key], base)}" for key in keys]
+        if keys:
+            why = reason.value.format(num_layers=base.num_layers, modules=base.describe())
+            reasons.append(f"{why}: {list_keys(keys)}")
+    return InvalidAdapter(f"the adapter has tensors that have no place here: {'; '.join(reasons)}")
+
+
+def _shapes_of_copy(key: str, info: TensorInfo, base: BaseShapes) -> str:
+    module = parse_copy_key(key)
+    expected = base.weight_shape(module) if module is not None else None
+    return f"(shape {list(info.shape)}, expected {'no such copy' if expected is None else list(expected)})"
+
+
 def _place(key: TensorKey, base: BaseShapes) -> _Foreign | None:
-    if base.projection_of(key.module) is None:
-        return _Foreign.EMBEDDING if key.module.layer is None else _Foreign.MODULE
-    if key.module.layer is not None and key.module.layer >= base.num_layers:
-        return _Foreign.LAYER
-    is_embedding = key.module.name == EMBEDDING_MODULE
-    return _Foreign.FORM if key.form == ("linear" if is_embedding else "embedding") else None
+    name, layer = key.module.name, key.module.layer
+    if layer is not None and name not in base.modules:
+        return _Foreign.MODULE if layer < base.num_layers else _Foreign.LAYER
+    if key.form == ("linear" if name == EMBEDDING_MODULE else "embedding"):
+        return _Foreign.FORM
+    if name in base.modules:
+        return None
+    # The setting leaves out both embedding and head: where one is adapted, it is not what leaves out the other.
+    return _Foreign.MODULE if any(name in base.modules for name in _EMBEDDINGS) else _Foreign.EMBEDDING
 
 
 def _explain(key: str) -> _Foreign:
@@ -270,14 +306,18 @@ def _tie_head(
     With `ensure_weight_tying` PEFT makes the head's pair the embedding's on a tied base, whatever the head's own rank
     by the config, and whether or not the config targets it. The scale stays that of the head's own rank.
     """
-    if not config.ensure_weight_tying or not {EMBEDDING_MODULE, HEAD_MODULE} <= ranks.keys():
+    if not config.ensure_weight_tying or HEAD_MODULE not in ranks:
         return False
     key = modules[HEAD_MODULE][LoRAType.A]
     own_rank = ranks[HEAD_MODULE]
-    if tensors[key.key].shape[:1] == (ranks[EMBEDDING_MODULE],):
+    if tensors[key.key].shape[:1] == (ranks.get(EMBEDDING_MODULE),):
         ranks[HEAD_MODULE] = ranks[EMBEDDING_MODULE]
-    is_targeted = config.targets.matches(key.target_names(), in_decoder_layer=False)
-    return ranks[HEAD_MODULE] != own_rank or not is_targeted
+    is_meant = _transforms(config, key) and _dropped_by(config, key) is None
+    return ranks[HEAD_MODULE] != own_rank or not is_meant
+
+
+def _transforms(config: PeftConfig, key: TensorKey) -> bool:
+    return config.transforms(key.module.layer, *key.target_names())
 
 
 def _is_pair(parts: Mapping[LoRAType, TensorKey]) -> bool:
@@ -301,23 +341,26 @@ def _check_magnitudes(modules: Mapping[str, Mapping[LoRAType, TensorKey]], use_d
 
 def _check_targets(keys: Iterable[TensorKey], config: PeftConfig) -> None:
     """Refuse tensors that PEFT would drop, with a warning, because the config does not mean their modules."""
-    keys = list(keys)
-    # Of tied weights PEFT lists only the embedding, and adapts the head with it.
-    tied = config.ensure_weight_tying and any(key.module.name == EMBEDDING_MODULE for key in keys)
     dropped: dict[ModuleRule, dict[str, None]] = {}
     for key in keys:
-        if config.excludes.matches(key.exclusion_names()):
-            dropped.setdefault(config.excludes, {})[key.module.name] = None
-        elif not (tied and key.module.name == HEAD_MODULE) and not config.targets.matches(
-            key.target_names(), in_decoder_layer=key.module.layer is not None
-        ):
-            dropped.setdefault(config.targets, {})[key.module.name] = None
+        # A tied head is adapted with the embedding, whatever the config means.
+        is_tied = config.ensure_weight_tying and key.module.name == HEAD_MODULE
+        if not is_tied and (rule := _dropped_by(config, key)) is not None:
+            dropped.setdefault(rule, {})[key.module.name] = None
     if dropped:
         rule, modules = next(iter(dropped.items()))
         raise invalid_config(
             f"{rule}, and the file holds tensors of {list_keys(modules, limit=3)}; "
             f"PEFT would not apply them: correct {rule.setting}, or leave the tensors out"
         )
+
+
+def _dropped_by(config: PeftConfig, key: TensorKey) -> ModuleRule | None:
+    """The rule by which the config does not mean a module; None if it does."""
+    if config.excludes.matches(key.exclusion_names()):
+        return config.excludes
+    is_targeted = config.targets.matches(key.target_names(), in_decoder_layer=key.module.layer is not None)
+    return None if is_targeted else config.targets
 
 
 def _plan(
@@ -329,13 +372,11 @@ def _plan(
     max_lora_rank: int,
 ) -> ModulePlan:
     a, b, magnitude = parts[LoRAType.A], parts[LoRAType.B], parts.get(LoRAType.GAIN)
-    projection = base.projection_of(a.module)
-    assert projection is not None, a.module.name
-    out_features, in_features = base.projections[projection]
+    out_features, in_features = base.modules[a.module.name]
     info = tensors[a.key]
-    if len(info.shape) == 2 and info.shape[0] > max_lora_rank:
+    if len(info.shape) == 2 and info.shape[0] == rank > max_lora_rank:
         raise InvalidAdapter(
-            f"{a.key}: rank {info.shape[0]} is larger than max_lora_rank {max_lora_rank}; "
+            f"{a.key}: rank {rank} is larger than max_lora_rank {max_lora_rank}; "
             "raise lora_config.max_lora_rank, or train a smaller rank"
         )
     expected: dict[str, tuple[int, ...]] = {a.key: (rank, in_features), b.key: (out_features, rank)}
@@ -345,7 +386,7 @@ def _plan(
         _check_tensor(key, tensors[key], shape, rank)
     return ModulePlan(
         module=a.module.name,
-        projection=projection,
+        projection=a.module.path.rpartition(".")[2],
         shape=(out_features, in_features),
         rank=rank,
         scale=config.scale_of(*a.pattern_names()),

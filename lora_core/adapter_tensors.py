@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lora_core import dora
 from lora_core.adapter_layout import ModulePlan, twin_conflict
-from lora_core.adapter_weights import AdapterWeights, BlockBuffer
+from lora_core.adapter_weights import AdapterWeights, BlockBuffer, Destination
 from lora_core.arena import HostArena, aligned_bytes
 from lora_core.errors import InvalidAdapter
 from lora_core.lap_clock import LapClock
@@ -56,10 +56,11 @@ class TensorLoader:
         Raises:
             InvalidAdapter: a value is not finite, or not in the base dtype once scaled; the file changed meanwhile.
         """
-        a = module.a.T if plan.is_embedding else module.a
-        a[plan.rank :].zero_()
-        module.b[:, plan.rank :].zero_()
-        a, b = a[: plan.rank], module.b[:, : plan.rank]
+        a, b = module.a.T if plan.is_embedding else module.a, module.b
+        if plan.rank < b.shape[1]:
+            a[plan.rank :].zero_()
+            b[:, plan.rank :].zero_()
+            a, b = a[: plan.rank], b[:, : plan.rank]
         if module.gain is not None:
             self._fill_dora(plan, a, b, module.gain)
             return
@@ -113,10 +114,15 @@ class TensorLoader:
     def _convert(self, key: str, destination: Tensor, factor: float, *, whole: bool = False) -> None:
         """Write `factor` times a tensor to `destination`, block by block, or in one block."""
         self.clock.lap("convert")
-        buffer = BlockBuffer(self._weights.tensors[key].num_bytes) if whole else self._buffer
+        info = self._weights.tensors[key]
+        buffer: BlockBuffer | Destination = self._buffer
+        if is_in_place := info.torch_dtype is destination.dtype and destination.is_contiguous():
+            buffer = Destination(destination)
+        elif whole:
+            buffer = BlockBuffer(info.num_bytes)
         for start, rows in self._weights.blocks(key, buffer):
             self.clock.lap("read")
-            part = destination[start : start + len(rows)]
+            part = rows if is_in_place else destination[start : start + rows.shape[0]]
             _round_scaled(rows, factor, part)
             self.clock.lap("convert")
             if not _is_finite(part):
@@ -163,18 +169,19 @@ class TensorLoader:
 
 
 def _round_scaled(rows: Tensor, factor: float, destination: Tensor) -> None:
-    """`destination[:] = rows * factor`, multiplied in fp32 and rounded once."""
+    """`destination[:] = rows * factor`, multiplied in fp32 and rounded once; both may be one tensor."""
     if destination.dtype is torch.float32:
-        destination.copy_(rows)
+        if rows is not destination:
+            destination.copy_(rows)
         if factor != 1:
             destination.mul_(factor)
         return
     # Torch multiplies half-precision values in fp32, but rounds the product to their type before any other.
     exact = rows if rows.dtype is destination.dtype else rows.float()
-    if factor == 1:
-        destination.copy_(exact)
-    else:
+    if factor != 1:
         torch.mul(exact, factor, out=destination)
+    elif exact is not destination:
+        destination.copy_(exact)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -5,9 +5,9 @@ adapters to their folder. They are read here rather than by the safetensors libr
 copies everything with the interpreter lock held, which stops a step loop in the same process for as long. Pickled
 files (`.bin`, `.pt`) are never opened.
 
-Tensors are read block by block into one buffer small enough to stay in the processor's cache, where the hash, the
-checks and the conversion find them. Memory new to the process is the most expensive part of a load: every page costs
-more than reading it does.
+Tensors are read block by block, so that the hash, the checks and the conversion find each block in the processor's
+cache: straight to where they stay, or to one small buffer if they are converted. Memory new to the process is the most
+expensive part of a load: every page costs more than reading it does.
 """
 
 import math
@@ -24,17 +24,13 @@ import torch
 from torch import Tensor
 
 from lora_core.errors import InvalidAdapter
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-INDEX_FILE = "adapter_model.safetensors.index.json"
+from lora_core.weight_files import INDEX_FILE, find_weights, parse_index
 
 _MAX_HEADER_BYTES = 16 * 2**20
 _BLOCK_BYTES = 2**20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SERVED_DTYPES = tuple(_DTYPES)
 """Names that safetensors gives the data types that can be read."""
-
-_PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 class TensorInfo(NamedTuple):
@@ -45,9 +41,14 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its dtype, if it is one of `SERVED_DTYPES`."""
+        return _DTYPES[self.dtype]
+
+    @property
     def num_bytes(self) -> int:
         """Its size, if its dtype is one of `SERVED_DTYPES`."""
-        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 class _Entry(msgspec.Struct):
@@ -67,10 +68,6 @@ class _Header(NamedTuple):
     @property
     def data_start(self) -> int:
         return 8 + len(self.encoded)
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 class AdapterWeights:
@@ -117,7 +114,7 @@ class AdapterWeights:
         for file in self._files.values():
             file.close()
 
-    def blocks(self, key: str, buffer: "BlockBuffer") -> Iterator[tuple[int, Tensor]]:
+    def blocks(self, key: str, buffer: "BlockBuffer | Destination") -> Iterator[tuple[int, Tensor]]:
         """Read a tensor, and hash it.
 
         Args:
@@ -125,7 +122,7 @@ class AdapterWeights:
             buffer: Where to read to.
 
         Yields:
-            The index of a block's first row, and its rows `[n, ...]`, good until the next block is read.
+            The index of a block's first row, and its rows `[n, ...]`, in a buffer good until the next block is read.
 
         Raises:
             InvalidAdapter: the file changed since its header was read, or cannot be read.
@@ -133,12 +130,10 @@ class AdapterWeights:
         info = self.tensors[key]
         row_shape = info.shape[1:]
         dtype = _DTYPES[info.dtype]
-        row_bytes = math.prod(row_shape) * dtype.itemsize
-        row = 0
-        for content in self._contents(key, max(row_bytes, 1), buffer):
-            block = content.view(dtype).view(-1, *row_shape)
-            yield row, block
-            row += len(block)
+        row_bytes = max(math.prod(row_shape) * dtype.itemsize, 1)
+        for start, num_bytes in self._read(key, row_bytes, buffer):
+            row, num_rows = start // row_bytes, num_bytes // row_bytes
+            yield row, buffer.rows(row, num_rows, dtype, row_shape)
 
     def whole(self, key: str) -> Tensor:
         """Read a tensor of one of `SERVED_DTYPES` into memory of its own.
@@ -147,9 +142,10 @@ class AdapterWeights:
             InvalidAdapter: the file changed since its header was read, or cannot be read.
         """
         info = self.tensors[key]
-        for _, block in self.blocks(key, BlockBuffer(info.num_bytes)):
-            return block
-        return torch.empty(info.shape, dtype=_DTYPES[info.dtype])
+        tensor = torch.empty(info.shape, dtype=_DTYPES[info.dtype])
+        for _ in self.blocks(key, Destination(tensor)):
+            pass
+        return tensor
 
     def content_hash(self, config: bytes) -> str:
         """Hash of the adapter: of its config's bytes, and of the name, dtype, shape and bytes of every tensor.
@@ -165,7 +161,7 @@ class AdapterWeights:
         """
         buffer = BlockBuffer()
         for key in self.tensors.keys() - self._digests.keys():
-            for _ in self._contents(key, 1, buffer):
+            for _ in self._read(key, 1, buffer):
                 pass
         for name in self._files:
             self._check_unchanged(name)
@@ -187,24 +183,28 @@ class AdapterWeights:
                 raise InvalidAdapter(f"{name}: tensor {key!r} is in {self.tensors[key].file} too; expected it once")
             self.tensors[key] = TensorInfo(name, entry.dtype, tuple(entry.shape))
 
-    def _contents(self, key: str, unit_bytes: int, buffer: "BlockBuffer") -> Iterator[Tensor]:
-        """The tensor's bytes, in blocks of a whole number of units; hashed when all have been taken."""
+    def _read(self, key: str, unit_bytes: int, buffer: "BlockBuffer | Destination") -> Iterator[tuple[int, int]]:
+        """Read the tensor in blocks of a whole number of units; it is hashed when all have been taken.
+
+        Yields:
+            Where in the tensor a block starts, and its size, in bytes.
+        """
         name = self.tensors[key].file
         header, file = self._headers[name], self._files[name].fileno()
-        start, stop = (header.data_start + offset for offset in header.entries[key].data_offsets)
+        first, last = header.entries[key].data_offsets
         digest = blake3.blake3()
-        while start < stop:
-            num_bytes = min(buffer.whole_units(unit_bytes), stop - start)
-            view, content = buffer.first(num_bytes)
+        most_bytes = buffer.make_room(unit_bytes)
+        for start in range(0, last - first, most_bytes):
+            num_bytes = min(most_bytes, last - first - start)
+            block = buffer.block(start, num_bytes)
             try:
-                num_read = os.preadv(file, [view], start)
+                num_read = os.preadv(file, [block], header.data_start + first + start)
             except OSError as error:
                 raise InvalidAdapter(f"{name}: cannot be read: {error}") from error
             if num_read != num_bytes:
                 raise _changed(name)
-            digest.update(view)
-            yield content
-            start += num_bytes
+            digest.update(block)
+            yield start, num_bytes
         self._digests[key] = digest.digest()
 
     def _check_unchanged(self, name: str) -> None:
@@ -220,18 +220,48 @@ class BlockBuffer:
 
     def __init__(self, num_bytes: int = _BLOCK_BYTES) -> None:
         """Make room for blocks of so many bytes; it grows to the size of one row."""
-        self._content = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
+        self._allocate(num_bytes)
 
-    def whole_units(self, unit_bytes: int) -> int:
+    def make_room(self, unit_bytes: int) -> int:
         """Bytes of the largest block of whole units, of at least one."""
-        if unit_bytes > len(self._content):
-            self._content = torch.empty(unit_bytes, dtype=torch.uint8)
-        return len(self._content) // unit_bytes * unit_bytes
+        if unit_bytes > self._num_bytes:
+            self._allocate(unit_bytes)
+        return self._num_bytes // unit_bytes * unit_bytes
 
-    def first(self, num_bytes: int) -> tuple[memoryview, Tensor]:
-        """The first bytes, to be written and to be seen as a tensor."""
-        content = self._content[:num_bytes]
-        return content.numpy().data, content
+    def block(self, start: int, num_bytes: int) -> memoryview:
+        """Where to read the bytes of a tensor from `start` on."""
+        return self._bytes[:num_bytes]
+
+    def rows(self, start: int, num_rows: int, dtype: torch.dtype, row_shape: tuple[int, ...]) -> Tensor:
+        """The rows of a tensor from `start` on, which have just been read."""
+        num_bytes = num_rows * math.prod(row_shape) * dtype.itemsize
+        return self._content[:num_bytes].view(dtype).view(num_rows, *row_shape)
+
+    def _allocate(self, num_bytes: int) -> None:
+        self._num_bytes = max(num_bytes, 1)
+        self._content = torch.empty(self._num_bytes, dtype=torch.uint8)
+        self._bytes = self._content.numpy().data
+
+
+class Destination:
+    """The place of a whole tensor, contiguous and of its dtype, that blocks of it are read to and stay in."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Read to this tensor."""
+        self._tensor = tensor
+        self._bytes = tensor.view(-1).view(torch.uint8).numpy().data
+
+    def make_room(self, unit_bytes: int) -> int:
+        """Bytes of the largest block of whole units, of at least one."""
+        return max(_BLOCK_BYTES // unit_bytes, 1) * unit_bytes
+
+    def block(self, start: int, num_bytes: int) -> memoryview:
+        """Where to read the bytes of the tensor from `start` on."""
+        return self._bytes[start : start + num_bytes]
+
+    def rows(self, start: int, num_rows: int, dtype: torch.dtype, row_shape: tuple[int, ...]) -> Tensor:
+        """The tensor's rows from `start` on."""
+        return self._tensor[start : start + num_rows]
 
 
 def _changed(name: str) -> InvalidAdapter:
@@ -240,37 +270,14 @@ def _changed(name: str) -> InvalidAdapter:
 
 def _weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """Names of the files to read, and the index's map of keys to files where there is one."""
-    if (folder / WEIGHTS_FILE).exists():
-        return [WEIGHTS_FILE], None
-    if (folder / INDEX_FILE).is_file():
-        weight_map = _read_index(folder)
-        return sorted(set(weight_map.values())), weight_map
-    found = sorted(path.name for path in folder.iterdir())
-    loose = [name for name in found if name.endswith(".safetensors")]
-    if len(loose) == 1:
-        return loose, None
-    if loose:
-        raise InvalidAdapter(f"found {', '.join(loose)} without {INDEX_FILE}; expected {WEIGHTS_FILE}, or that index")
-    pickled = [name for name in found if name.endswith(_PICKLED_SUFFIXES)]
-    if pickled:
-        raise InvalidAdapter(
-            f"found {', '.join(pickled)} and no {WEIGHTS_FILE}: pickled weights are never read; "
-            "save the adapter with safe_serialization=True"
-        )
-    raise InvalidAdapter(f"no {WEIGHTS_FILE} in {str(folder)!r}: the adapter's weights are missing")
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    try:
-        with (folder / INDEX_FILE).open("rb") as file:
-            content = file.read(_MAX_HEADER_BYTES + 1)
-        weight_map = msgspec.json.decode(content, type=_Index).weight_map
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidAdapter(f"{INDEX_FILE}: not a safetensors index: {error}") from error
-    for name in weight_map.values():
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise InvalidAdapter(f"{INDEX_FILE}: names {name!r}, expected a *.safetensors file in the same folder")
-    return weight_map
+    name = find_weights(os.listdir(folder))
+    if name != INDEX_FILE:
+        return [name], None
+    if not (folder / name).is_file():
+        raise InvalidAdapter(f"{name}: not a regular file in {str(folder)!r}")
+    with (folder / name).open("rb") as file:
+        weight_map = parse_index(file.read(_MAX_HEADER_BYTES + 1))
+    return sorted(set(weight_map.values())), weight_map
 
 
 def _check_index(weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:

@@ -1,57 +1,23 @@
 """Which adapters are loaded, who uses them, where their tensors are, and which slot each one has."""
 
-import enum
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lora_core.adapter_record import AdapterRecord
-from lora_core.errors import AdapterError, AdapterLost, AdapterNameTaken, AdapterNotFound
+from lora_core.errors import AdapterLost, AdapterNameTaken
+from lora_core.generations import Generations
+from lora_core.operator_pins import OperatorPins
+from lora_core.readiness import Preparation, Readiness
 from lora_core.tiers import Tiers
 from lora_core.types import AdapterRef, AdapterStatus
 
 M = TypeVar("M")
 
 
-class GenerationTaken(AdapterError, ValueError):
-    """An adapter had this generation before, and the new one would be taken for it."""
-
-
-class PinRefused(AdapterError):
-    """Another pin would leave no slot for adapters that are not pinned."""
-
-
-class Readiness(enum.Enum):
-    """How far an adapter is from serving a request."""
-
-    READY = "ready"
-    """In a slot, fully written."""
-    WRITING = "writing"
-    """A slot is its own, and being written."""
-    READING = "reading"
-    """Its tensors are not in memory; they are being read, or will be in their turn."""
-    SLOT_AVAILABLE = "slot available"
-    """Its tensors are in memory, and a slot could be had."""
-    NO_SLOT = "no slot"
-    """Its tensors are in memory, and every slot is in use."""
-
-
-@dataclass(frozen=True)
-class Preparation(Generic[M]):
-    """Where an adapter stands, and the slot it just got: the caller writes `tensors` there and calls `finish_write`."""
-
-    readiness: Readiness
-    slot: int | None = None
-    tensors: M | None = None
-
-
-@dataclass
-class _Loaded:
-    record: AdapterRecord
-    num_users: int = 0
-    num_pins: int = 0
+_STILL_READING: Preparation[Any] = Preparation(Readiness.READING)
+"""Made once, as it is what hundreds of adapters are told at every step."""
 
 
 class AdapterTable(Generic[M]):
@@ -69,24 +35,20 @@ class AdapterTable(Generic[M]):
 
     def __init__(self, num_slots: int, host_memory_bytes: int) -> None:
         self._lock = threading.Lock()
-        self._num_slots = num_slots
         self._tiers: Tiers[M] = Tiers(num_slots, host_memory_bytes)
-        self._loaded: dict[AdapterRef, _Loaded] = {}
-        self._admitting: dict[str, AdapterRef] = {}
-        self._retired: dict[AdapterRef, None] = {}
-        # Pinned by the operator, in that order.
-        self._pinned: dict[AdapterRef, None] = {}
-        # What the next `prepare` is told, and pinned adapters not to be tried again before somebody asks.
+        self._loaded = Generations()
+        self._pinned = OperatorPins(num_slots)
+        # What the next `prepare` is told.
         self._lost: dict[AdapterRef, AdapterLost] = {}
-        self._given_up: set[AdapterRef] = set()
-        self._generations: set[int] = set()
+        # Reads that nobody waits for any more, and what those who ask are told until they end.
+        self._overdue: dict[AdapterRef, str] = {}
         self._changes = 0
 
     @property
     def version(self) -> int:
-        """Rises with every change of what is loaded, what admits requests, or what is in which slot."""
+        """Rises with every change of what is loaded, what admits requests, or what is in which slot or in memory."""
         with self._lock:
-            return self._changes + self._tiers.slots.version
+            return self._changes + self._tiers.slots.version + self._tiers.host.version
 
     # Loaded adapters
 
@@ -109,19 +71,10 @@ class AdapterTable(Generic[M]):
             GenerationTaken: the generation was given to an adapter before.
         """
         with self._lock:
-            if name in self._admitting and not replace:
+            old = self._loaded.find(name)
+            if old is not None and not replace:
                 raise AdapterNameTaken(f"LoRA adapter {name!r} is already loaded; unload it first, or replace it")
-            ref = AdapterRef(name, self._new_generation(generation))
-            self._loaded[ref] = _Loaded(record)
-            is_pinned = name in self._admitting and self._admitting[name] in self._pinned
-            if name in self._admitting:
-                self._retire(name)
-            self._admitting[name] = ref
-            if is_pinned:
-                self._pinned[ref] = None
-            self._tiers.keep(ref, tensors, record.num_bytes, self._kept())
-            self._changes += 1
-            return ref
+            return self._supersede(old, self._loaded.identify(name, generation), record, tensors)
 
     def renumber(self, name: str, generation: int) -> AdapterRef:
         """Give the adapter that has `name` another generation: requests in progress finish under the old one.
@@ -131,18 +84,9 @@ class AdapterTable(Generic[M]):
             GenerationTaken: the generation was given to an adapter before.
         """
         with self._lock:
-            old = self._admitted(name)
-            ref = AdapterRef(name, self._new_generation(generation))
-            record, tensors, is_pinned = self._loaded[old].record, self._tiers.host.get(old), old in self._pinned
-            self._loaded[ref] = _Loaded(record)
-            self._retire(name)
-            self._admitting[name] = ref
-            if is_pinned:
-                self._pinned[ref] = None
-            if tensors is not None:
-                self._tiers.keep(ref, tensors, record.num_bytes, self._kept())
-            self._changes += 1
-            return ref
+            old = self._loaded.named(name)
+            record, tensors = self._loaded[old].record, self._tiers.host.get(old)
+            return self._supersede(old, self._loaded.identify(name, generation), record, tensors)
 
     def refresh(self, ref: AdapterRef, record: AdapterRecord, tensors: M | None) -> None:
         """Take note that an adapter's files, the same bytes as ever, are where `record` says; keep what was read.
@@ -153,9 +97,9 @@ class AdapterTable(Generic[M]):
             if ref not in self._loaded:
                 return
             self._loaded[ref].record = record
-            self._given_up.discard(ref)
+            self._pinned.try_again(ref)
             self._lost.pop(ref, None)
-            if tensors is not None and self._tiers.is_nowhere(ref):
+            if tensors is not None and (self._tiers.is_nowhere(ref) or self._is_overdue(ref)):
                 self._tiers.keep(ref, tensors, record.num_bytes, self._kept())
 
     def retire(self, name: str) -> int:
@@ -168,15 +112,15 @@ class AdapterTable(Generic[M]):
             AdapterNotFound: the name admits no requests.
         """
         with self._lock:
-            ref = self._admitted(name)
+            ref = self._loaded.named(name)
             num_users = self._loaded[ref].num_users
-            self._retire(name)
+            self._retire(ref)
             return num_users
 
     def find(self, name: str) -> tuple[AdapterRef, AdapterRecord] | None:
         """The adapter that requests for `name` would get."""
         with self._lock:
-            ref = self._admitting.get(name)
+            ref = self._loaded.find(name)
             return None if ref is None else (ref, self._loaded[ref].record)
 
     def in_memory(self, folder: Path, content_hash: str) -> tuple[AdapterRecord, M] | None:
@@ -191,7 +135,7 @@ class AdapterTable(Generic[M]):
     def records(self) -> dict[str, AdapterRecord]:
         """The adapters that admit requests, by name."""
         with self._lock:
-            return {name: self._loaded[ref].record for name, ref in self._admitting.items()}
+            return {name: self._loaded[ref].record for name, ref in self._loaded.admitting().items()}
 
     def resolve(self, name_or_ref: str | AdapterRef) -> AdapterRef:
         """The loaded generation that is meant; of a name the one that admits requests.
@@ -200,10 +144,9 @@ class AdapterTable(Generic[M]):
             KeyError: there is none.
         """
         with self._lock:
-            ref = self._admitting.get(name_or_ref) if isinstance(name_or_ref, str) else name_or_ref
-            if ref is None:
+            ref = self._loaded.find(name_or_ref) if isinstance(name_or_ref, str) else name_or_ref
+            if ref is None or ref not in self._loaded:
                 raise KeyError(f"LoRA adapter {name_or_ref!r} is not loaded")
-            self._existing(ref)
             return ref
 
     # Users
@@ -215,7 +158,7 @@ class AdapterTable(Generic[M]):
             AdapterNotFound: the name admits no requests.
         """
         with self._lock:
-            ref = self._admitted(name)
+            ref = self._loaded.named(name)
             self._loaded[ref].num_users += 1
             return ref
 
@@ -226,7 +169,7 @@ class AdapterTable(Generic[M]):
             KeyError: there is no such user.
         """
         with self._lock:
-            loaded = self._existing(ref)
+            loaded = self._loaded[ref]
             if loaded.num_users == 0:
                 raise KeyError(f"LoRA adapter {ref} has no user to release")
             loaded.num_users -= 1
@@ -246,7 +189,7 @@ class AdapterTable(Generic[M]):
     def retired(self) -> list[AdapterRef]:
         """Generations that admit no requests and still have some."""
         with self._lock:
-            return list(self._retired)
+            return self._loaded.retired()
 
     # Slots
 
@@ -258,25 +201,28 @@ class AdapterTable(Generic[M]):
 
         Raises:
             KeyError: the generation is not loaded.
-            AdapterLost: its tensors were needed and could not be read; told once, then tried anew.
+            AdapterLost: its tensors were needed and could not be read; told once, then tried anew. Told for as long as
+                a read that takes too long is in progress.
         """
         with self._lock:
-            self._existing(ref)
+            self._loaded.require(ref)
             if ref in self._tiers.slots:
                 return Preparation(Readiness.WRITING if self._tiers.is_writing(ref) else Readiness.READY)
             if ref in self._lost:
                 raise self._lost.pop(ref)
             tensors = self._tiers.host.get(ref)
-            self._tiers.stage(ref)
+            if self._is_overdue(ref):
+                raise AdapterLost(self._overdue[ref])
+            is_new = self._tiers.stage(ref)
             if tensors is None:
-                return Preparation(Readiness.READING)
+                return Preparation(Readiness.READING, is_new) if is_new else _STILL_READING
             if not self._tiers.slots.can_put(ref):
                 return Preparation(Readiness.NO_SLOT)
             if not take_slot:
                 return Preparation(Readiness.SLOT_AVAILABLE)
             slot = self._assign(ref)
             self._tiers.hold(ref)
-            return Preparation(Readiness.WRITING, slot, tensors)
+            return Preparation(Readiness.WRITING, slot=slot, tensors=tensors)
 
     def assign(self, ref: AdapterRef) -> int:
         """Give an adapter without a slot one, to be written now.
@@ -286,7 +232,7 @@ class AdapterTable(Generic[M]):
             NoFreeSlot: none can be had.
         """
         with self._lock:
-            self._existing(ref)
+            self._loaded.require(ref)
             return self._assign(ref)
 
     def finish_write(self, ref: AdapterRef) -> None:
@@ -302,10 +248,18 @@ class AdapterTable(Generic[M]):
     def abandon_write(self, ref: AdapterRef) -> None:
         """Take a slot back that could not be written; nothing happens if the adapter is gone."""
         with self._lock:
-            if self._tiers.is_writing(ref):
-                if ref in self._pinned:
-                    self._tiers.slots.unpin(ref)
-                self._tiers.leave_slot(ref)
+            if not self._tiers.is_writing(ref):
+                return
+            if ref in self._pinned:
+                self._tiers.slots.unpin(ref)
+                self._pinned.give_up(ref)
+            self._tiers.leave_slot(ref)
+
+    def lose(self, ref: AdapterRef, error: AdapterLost) -> None:
+        """Have the requests that wait for an adapter told, by `prepare`, that it cannot be had."""
+        with self._lock:
+            if ref in self._loaded and self._loaded[ref].num_users > 0:
+                self._lost[ref] = error
 
     def unwritten(self) -> set[AdapterRef]:
         """Adapters whose slots are still to be written."""
@@ -344,7 +298,7 @@ class AdapterTable(Generic[M]):
     def unpin(self, ref: AdapterRef) -> None:
         """End one `pin`. Raises KeyError if there is none."""
         with self._lock:
-            if self._existing(ref).num_pins == 0:
+            if self._loaded[ref].num_pins == 0:
                 raise KeyError(f"LoRA adapter {ref} has no pin to end")
             self._loaded[ref].num_pins -= 1
             self._tiers.slots.unpin(ref)
@@ -391,8 +345,14 @@ class AdapterTable(Generic[M]):
             by_slot = sorted(
                 (slot, ref) for ref, (_, slot) in self._tiers.slots.items() if not self._tiers.is_writing(ref)
             )
-            resident = [ref for _, ref in by_slot if self._admitting.get(ref.name) == ref]
-            return resident, list(self._admitting.values())
+            # In load order.
+            admitting = dict.fromkeys(self._loaded.admitting().values())
+            return [ref for _, ref in by_slot if ref in admitting], list(admitting)
+
+    def in_host_memory(self) -> list[AdapterRef]:
+        """Adapters that admit requests and whose tensors are in host memory, in load order."""
+        with self._lock:
+            return [ref for ref in self._loaded.admitting().values() if ref in self._tiers.host]
 
     # The operator's pins
 
@@ -404,16 +364,11 @@ class AdapterTable(Generic[M]):
             PinRefused: no slot would be left for the adapters that are not pinned.
         """
         with self._lock:
-            ref = self._admitted(name)
-            self._given_up.discard(ref)
+            ref = self._loaded.named(name)
+            self._pinned.try_again(ref)
             if ref in self._pinned:
                 return False
-            if len(self._pinned) >= self._num_slots - 1:
-                raise PinRefused(
-                    f"{len(self._pinned)} adapter(s) are pinned, and of {self._num_slots} slot(s) at most "
-                    f"{self._num_slots - 1} can be, so that others can be served; unpin one, or raise max_num_loras"
-                )
-            self._pinned[ref] = None
+            self._pinned.add(ref)
             if ref in self._tiers.slots:
                 self._tiers.slots.pin(ref)
             return True
@@ -421,7 +376,7 @@ class AdapterTable(Generic[M]):
     def unpin_name(self, name: str) -> bool:
         """End the pin of `name`'s adapter; False if there was none. Raises AdapterNotFound as `pin_name` does."""
         with self._lock:
-            ref = self._admitted(name)
+            ref = self._loaded.named(name)
             was_pinned = ref in self._pinned
             self._end_operator_pin(ref)
             return was_pinned
@@ -434,7 +389,11 @@ class AdapterTable(Generic[M]):
     def pinned_without_slot(self) -> list[AdapterRef]:
         """Pinned adapters on their way to a slot; not those whose files are lost."""
         with self._lock:
-            return [ref for ref in self._pinned if ref not in self._given_up and self._tiers.written_slot(ref) is None]
+            return [
+                ref
+                for ref in self._pinned.wanted()
+                if self._tiers.written_slot(ref) is None and not self._is_overdue(ref)
+            ]
 
     # Tensors
 
@@ -442,12 +401,6 @@ class AdapterTable(Generic[M]):
         """The adapter's tensors, if they are in host memory."""
         with self._lock:
             return self._tiers.host.get(ref)
-
-    def can_read(self) -> bool:
-        """Whether `next_read` would find something to read."""
-        with self._lock:
-            ref = self._tiers.next_unread()
-            return ref is not None and self._tiers.host.can_reserve(self._loaded[ref].record.num_bytes)
 
     def next_read(self) -> tuple[AdapterRef, AdapterRecord] | None:
         """Begin to read the staged adapter whose turn it is, with room for it set aside.
@@ -471,7 +424,7 @@ class AdapterTable(Generic[M]):
             KeyError: the generation is not loaded.
         """
         with self._lock:
-            record = self._existing(ref).record
+            record = self._loaded[ref].record
             if self._tiers.is_reading(ref) or ref in self._tiers.host:
                 return None
             self._tiers.begin_read(ref, is_reserved=False)
@@ -480,24 +433,38 @@ class AdapterTable(Generic[M]):
     def end_read(self, ref: AdapterRef, tensors: M) -> None:
         """Keep what was read, if the adapter is still loaded and there is room."""
         with self._lock:
+            self._overdue.pop(ref, None)
             if ref not in self._loaded:
                 self._tiers.drop_read(ref)
                 return
             self._tiers.end_read(ref, tensors, self._loaded[ref].record.num_bytes, self._kept())
-            self._given_up.discard(ref)
+            self._pinned.try_again(ref)
             self._unstage_if_unwanted(ref)
 
     def fail_read(self, ref: AdapterRef, error: AdapterLost) -> None:
         """Take note that an adapter could not be read: those who wait for it are told, later ones try again."""
         with self._lock:
+            self._overdue.pop(ref, None)
             self._tiers.drop_read(ref)
             if ref not in self._loaded:
                 return
             if self._tiers.is_staged(ref) and self._loaded[ref].num_users > 0:
                 self._lost[ref] = error
             self._tiers.unstage(ref)
-            if ref in self._pinned:
-                self._given_up.add(ref)
+            self._pinned.give_up(ref)
+
+    def give_up_read(self, ref: AdapterRef, reason: str) -> None:
+        """Let nobody wait for a read that may never end, nor memory for its outcome; nothing happens if it has ended.
+
+        Whoever asks for the adapter before it ends is told the reason, by AdapterLost.
+        """
+        with self._lock:
+            if ref in self._overdue or not self._tiers.is_reading(ref):
+                return
+            self._overdue[ref] = reason
+            self._tiers.free_reservation(ref)
+            if ref in self._loaded:
+                self._tiers.unstage(ref)
 
     def is_reading(self, ref: AdapterRef) -> bool:
         """Whether the adapter's files are being read."""
@@ -509,40 +476,26 @@ class AdapterTable(Generic[M]):
     def status(self, name: str) -> AdapterStatus:
         """How the adapter of `name` is held. Raises AdapterNotFound."""
         with self._lock:
-            return self._status(self._admitted(name))
+            return self._status(self._loaded.named(name))
 
     def statuses(self) -> list[AdapterStatus]:
         """How every adapter that admits requests is held, in load order."""
         with self._lock:
-            return [self._status(ref) for ref in self._admitting.values()]
+            return [self._status(ref) for ref in self._loaded.admitting().values()]
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
         with self._lock:
-            self._check_generations()
+            self._loaded.check()
+            loaded = dict(self._loaded.items())
+            self._pinned.check(self._loaded.admitting().values())
             in_slots = self._tiers.slots
             self._tiers.check(
-                {
-                    ref: loaded.num_pins + (ref in self._pinned and ref in in_slots)
-                    for ref, loaded in self._loaded.items()
-                }
+                {ref: held.num_pins + (ref in self._pinned and ref in in_slots) for ref, held in loaded.items()}
             )
-            assert self._lost.keys() <= self._loaded.keys()
+            assert self._lost.keys() <= loaded.keys()
             assert not any(map(self._tiers.is_staged, self._lost)), "a lost adapter is staged"
-
-    def _check_generations(self) -> None:
-        assert set(self._admitting.values()) | self._retired.keys() == self._loaded.keys(), "neither admits nor drains"
-        assert not set(self._admitting.values()) & self._retired.keys(), "a retired generation admits requests"
-        assert all(name == ref.name for name, ref in self._admitting.items())
-        for ref in self._retired:
-            loaded = self._loaded[ref]
-            assert loaded.num_users > 0 or loaded.num_pins > 0, f"{ref} is retired and unused, and still loaded"
-        assert all(loaded.num_users >= 0 for loaded in self._loaded.values())
-        generations = [ref.generation for ref in self._loaded]
-        assert len(set(generations)) == len(generations), "two adapters share a generation"
-        assert self._pinned.keys() <= set(self._admitting.values()), "a pinned adapter admits no requests"
-        assert len(self._pinned) <= max(0, self._num_slots - 1), f"{len(self._pinned)} adapters are pinned"
-        assert self._given_up <= self._pinned.keys()
+            assert all(map(self._tiers.is_reading, self._overdue)), "a read that has ended is overdue"
 
     def _status(self, ref: AdapterRef) -> AdapterStatus:
         in_slot = self._tiers.written_slot(ref) is not None
@@ -552,58 +505,49 @@ class AdapterTable(Generic[M]):
             tier="slot" if in_slot else "host" if ref in self._tiers.host else "disk",
             pinned=ref in self._pinned,
             num_users=self._loaded[ref].num_users,
-            draining=[old.generation for old in self._retired if old.name == ref.name],
+            draining=[old.generation for old in self._loaded.retired() if old.name == ref.name],
             report=self._loaded[ref].record.report(ref.generation),
         )
 
     # Below, the lock is held.
 
-    def _new_generation(self, generation: int | None) -> int:
-        if generation is None:
-            generation = max(self._generations, default=0) + 1
-        elif generation in self._generations:
-            raise GenerationTaken(f"generation {generation} was given to an adapter before; each load needs its own")
-        self._generations.add(generation)
-        return generation
-
-    def _admitted(self, name: str) -> AdapterRef:
-        try:
-            return self._admitting[name]
-        except KeyError:
-            known = ", ".join(sorted(self._admitting)) or "none"
-            raise AdapterNotFound(f"LoRA adapter {name!r} is not loaded; loaded adapters: {known}") from None
-
-    def _existing(self, ref: AdapterRef) -> _Loaded:
-        try:
-            return self._loaded[ref]
-        except KeyError:
-            raise KeyError(f"LoRA adapter {ref} is not loaded") from None
-
     def _kept(self) -> set[AdapterRef]:
         """Whose tensors are evicted last: files of a retired generation may be gone, pinned ones are to be there."""
-        return {*self._retired, *self._pinned}
+        return {*self._loaded.retired(), *self._pinned}
 
-    def _retire(self, name: str) -> None:
-        ref = self._admitting.pop(name)
+    def _supersede(
+        self, old: AdapterRef | None, ref: AdapterRef, record: AdapterRecord, tensors: M | None
+    ) -> AdapterRef:
+        """Let a generation admit requests in the place of `old`, whose pin passes on, and keep its tensors if any."""
+        is_pinned = old in self._pinned
+        if old is not None:
+            self._retire(old)
+        self._loaded.add(ref, record)
+        if is_pinned:
+            self._pinned.add(ref)
+        if tensors is not None:
+            self._tiers.keep(ref, tensors, record.num_bytes, self._kept())
+        self._changes += 1
+        return ref
+
+    def _retire(self, ref: AdapterRef) -> None:
+        self._loaded.retire(ref)
         self._end_operator_pin(ref)
-        self._retired[ref] = None
         self._changes += 1
         self._drop_if_unused(ref)
 
     def _drop_if_unused(self, ref: AdapterRef) -> None:
-        loaded = self._loaded[ref]
-        if ref not in self._retired or loaded.num_users > 0 or loaded.num_pins > 0:
+        if not self._loaded.is_done(ref):
             return
         self._tiers.forget(ref)
         self._lost.pop(ref, None)
-        del self._loaded[ref], self._retired[ref]
+        self._loaded.remove(ref)
         self._changes += 1
 
     def _end_operator_pin(self, ref: AdapterRef) -> None:
         if ref not in self._pinned:
             return
-        del self._pinned[ref]
-        self._given_up.discard(ref)
+        self._pinned.end(ref)
         if ref in self._tiers.slots:
             self._tiers.slots.unpin(ref)
         self._unstage_if_unwanted(ref)
@@ -613,6 +557,10 @@ class AdapterTable(Generic[M]):
         if ref in self._pinned:
             self._tiers.slots.pin(ref)
         return slot
+
+    def _is_overdue(self, ref: AdapterRef) -> bool:
+        """Whether nothing is to be had of an adapter until its read ends."""
+        return ref in self._overdue and ref not in self._tiers.host and ref not in self._tiers.slots
 
     def _unstage_if_unwanted(self, ref: AdapterRef) -> None:
         if self._loaded[ref].num_users > 0:

@@ -12,6 +12,8 @@ from lora_core.layers import LoRALayer, lora_layers
 from lora_core.module_weights import BaseWeight
 
 _NUM_CANARY_TOKENS = 64
+_UNPACKED_BYTES = 2**28
+"""Memory for unpacked weights at a time; one that is larger has it to itself."""
 
 
 class _Part(NamedTuple):
@@ -36,8 +38,8 @@ class ModelBaseModules:
         anchor = next(floats, torch.empty(0))
         self._dtype, self._device = anchor.dtype, anchor.device
         self._lock = threading.Lock()
-        self._unpacking = threading.RLock()
-        self._outputs: dict[str, Tensor] = {}
+        self._unpacked = _Room(_UNPACKED_BYTES)
+        self._canaries: dict[str, tuple[Tensor, Tensor]] = {}
         self._stream = _side_stream(self._device)
 
     @contextmanager
@@ -45,14 +47,16 @@ class ModelBaseModules:
         """The weight of a module, until the block ends.
 
         Of a layer that stores its weight in another order or quantised it is an unpacked copy of the whole layer's, in
-        the base dtype. There is one such copy at a time, however many threads ask: others wait for the end of the
-        block.
+        the base dtype. Such copies take bounded memory however many threads ask: some wait for others' blocks to end,
+        so a thread must not open a second one in its block.
 
         Raises:
             KeyError: the model has no such module, or no adapter may change it.
         """
         layer, start, stop = self._parts[module]
-        with nullcontext() if getattr(layer.base, "has_dense_weight", True) else self._unpacking:
+        is_stored = getattr(layer.base, "has_dense_weight", True)
+        num_bytes = layer.site.in_features * layer.site.out_features * self._dtype.itemsize
+        with nullcontext() if is_stored else self._unpacked.take(num_bytes):
             # Not inference mode: quantised tensors cannot be detached in it.
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 unpack = getattr(layer.base, "dense_weight", None)
@@ -60,7 +64,7 @@ class ModelBaseModules:
             yield BaseWeight(dense if layer.site.kind == "embedding" else dense[start:stop], self._stream)
 
     def canary(self, module: str) -> tuple[Tensor, Tensor]:
-        """A fixed input and the base's output for it, kept after the first call.
+        """A fixed input and the base's output for it, both kept after the first call.
 
         Inputs depend on the layer's input width alone: values of unit mean square or, of the embedding, ids spread over
         the vocabulary.
@@ -73,11 +77,11 @@ class ModelBaseModules:
             KeyError: the model has no such module, or no adapter may change it.
         """
         layer, start, stop = self._parts[module]
-        x = self._input(layer)
         with self._lock:
-            if layer.site.name not in self._outputs:
-                self._outputs[layer.site.name] = self._run(layer, x)
-            y = self._outputs[layer.site.name]
+            if layer.site.name not in self._canaries:
+                x = self._input(layer)
+                self._canaries[layer.site.name] = x, self._run(layer, x)
+            x, y = self._canaries[layer.site.name]
         return (x, y) if layer.site.kind == "embedding" else (x, y[start:stop])
 
     def _input(self, layer: LoRALayer) -> Tensor:
@@ -93,6 +97,28 @@ class ModelBaseModules:
             if layer.site.kind == "embedding":
                 return layer.base(x.to(self._device)).cpu()
             return layer.base(x.to(self._device, self._dtype)[None])[0].cpu()
+
+
+class _Room:
+    """So many bytes, which threads take parts of and give back."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._size = num_bytes
+        self._num_taken = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, num_bytes: int) -> Iterator[None]:
+        """Wait for room, or to be alone if there will never be enough, and have it until the block ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_taken == 0 or self._num_taken + num_bytes <= self._size)
+            self._num_taken += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_taken -= num_bytes
+                self._changed.notify_all()
 
 
 def _parts(layer: LoRALayer) -> list[tuple[str, _Part]]:

@@ -10,15 +10,15 @@ Addresses are a base, shared by both processes, and a suffix per link (`lora_cor
 
 import asyncio
 import collections
+import contextlib
 import logging
 import queue
-import threading
-import time
 import uuid
 from typing import Protocol
 
 from lora_core.errors import ConfigError, EngineDead, RequestTimeout
 from lora_core.links import AsyncMessageReceiver, MessageReceiver, MessageSender, endpoint
+from lora_core.places import Places
 from lora_core.types import (
     LORA_REQUEST_ENDPOINT,
     LORA_RESPONSE_ENDPOINT,
@@ -27,6 +27,7 @@ from lora_core.types import (
     LoRAResponse,
     LoRAStatus,
 )
+from lora_core.workers import Workers
 
 __all__ = [
     "REQUEST_ENDPOINT",
@@ -46,7 +47,7 @@ RESPONSE_ENDPOINT = "response"
 logger = logging.getLogger(__name__)
 
 NUM_LOADERS = 3
-"""Adapters fetched or read at a time; their tensors are in host memory beyond the budget until they are admitted."""
+"""Adapters fetched or read at a time, those not counted that take long: a slow download holds up no other adapter."""
 
 _CLOSE_WAIT_S = 5.0
 
@@ -150,10 +151,10 @@ class _Operation:
 class LoRARequestProcessor:
     """The answering side of LoRA operations, in the engine process.
 
-    Operations on one name run in the order they came. Loads are fetched, read and checked by a few loader threads, so
-    that a slow one holds up no other adapter, while the thread that polls goes on with its steps, runs the other
-    operations between them, and sends the answers. A load that comes while the same name is being loaded, and asks for
-    the same in every field, shares that load and its answer.
+    Operations on one name run in the order they came. Loads are fetched, read and checked by a few loader threads, and
+    by more while some are slow, so that those hold up no other adapter for long. The thread that polls goes on with its
+    steps, runs the other operations between them, and sends the answers. A load that comes while the same name is being
+    loaded, and asks for the same in every field, shares that load and its answer.
     """
 
     def __init__(self, manager: AdapterOperations, zmq_endpoint_base: str) -> None:
@@ -173,16 +174,10 @@ class LoRARequestProcessor:
             raise
         # The head of each name's queue is running; the others wait for it.
         self._by_name: dict[str, collections.deque[_Operation]] = {}
-        self._to_load: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._to_load: queue.SimpleQueue[_Operation] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[tuple[_Operation, LoRAResponse]] = queue.SimpleQueue()
-        self._loaders: list[threading.Thread] = []
-
-    def start(self) -> None:
-        """Start the loader threads."""
-        assert not self._loaders, "started twice"
-        for number in range(NUM_LOADERS):
-            self._loaders.append(threading.Thread(target=self._load_all, name=f"lora-loader-{number}", daemon=True))
-            self._loaders[-1].start()
+        self._loaders = Workers("lora-loader", Places(NUM_LOADERS), self._next_load, self._load)
+        self._is_closed = False
 
     def process_lora_requests(self) -> bool:
         """Take new requests and finish what can be finished, without waiting.
@@ -194,6 +189,7 @@ class LoRARequestProcessor:
         for request_id, request in self._receiver.poll(0):
             self._take(request_id, request)
             did_something = True
+        self._loaders.start()
         while True:
             try:
                 operation, response = self._loaded.get_nowait()
@@ -203,16 +199,12 @@ class LoRARequestProcessor:
             did_something = True
 
     def close(self) -> None:
-        """Stop the loader threads after the loads they are in, and close both links. Safe to call again.
+        """Begin no more loads, wait for those in progress, and close both links. Safe to call again.
 
         Loads that take seconds longer are left behind; operations not yet answered never are.
         """
-        for _ in self._loaders:
-            self._to_load.put(None)
-        deadline = time.monotonic() + _CLOSE_WAIT_S
-        for loader in self._loaders:
-            loader.join(max(0.0, deadline - time.monotonic()))
-        self._loaders.clear()
+        self._is_closed = True
+        self._loaders.join(_CLOSE_WAIT_S)
         self._sender.close()
         self._receiver.close()
 
@@ -246,18 +238,23 @@ class LoRARequestProcessor:
         else:
             del self._by_name[name]
 
-    def _load_all(self) -> None:
-        while (operation := self._to_load.get()) is not None:
-            self._loaded.put((operation, self._load(operation.request)))
+    def _next_load(self) -> _Operation | None:
+        if self._is_closed:
+            return None
+        with contextlib.suppress(queue.Empty):
+            return self._to_load.get_nowait()
+        return None
 
-    def _load(self, request: LoRARequest) -> LoRAResponse:
+    def _load(self, operation: _Operation) -> None:
+        request = operation.request
         spec = request.lora_name if request.lora_path is None else f"{request.lora_name}={request.lora_path}"
         try:
-            return self._manager.load_adapter(
+            response = self._manager.load_adapter(
                 spec, generation=request.generation, replace=request.replace, content_hash=request.content_hash
             )
         except Exception as error:
-            return _unforeseen(request, error)
+            response = _unforeseen(request, error)
+        self._loaded.put((operation, response))
 
     def _change(self, request: LoRARequest) -> LoRAResponse:
         """Run an operation that takes no time."""

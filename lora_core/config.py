@@ -42,6 +42,11 @@ class LoRAConfig(Settings):
         ge=1,
         description="Host memory for loaded adapters, per replica; those not used lately are read from disk again.",
     )
+    read_timeout_s: float = Field(
+        default=60,
+        gt=0,
+        description="How long requests wait for an adapter's files to be read again before they are ended.",
+    )
     drain_timeout_s: float = Field(
         default=300,
         ge=0,

@@ -7,11 +7,15 @@
     │   ├── AdapterNameTaken      the name belongs to another adapter, or to the base model
     │   ├── InvalidAdapterPath    nothing readable at this path
     │   ├── InvalidAdapter        files were found, and cannot be served exactly
-    │   ├── AdapterLost           a loaded adapter's files are gone or changed when they are needed again
+    │   ├── AdapterLost           a loaded adapter's files are gone, changed or too slow when they are needed again
     │   ├── AdapterUnloaded       unloaded, and the request did not end within the drain's deadline
-    │   └── LoRADisabled          the server runs with `enable_lora: false`
+    │   ├── LoRADisabled          the server runs with `enable_lora: false`
+    │   ├── GenerationTaken       a load names a generation that was given before (`lora_core.generations`)
+    │   ├── PinRefused            another pin would leave no slot for the others (`lora_core.operator_pins`)
+    │   └── NoFreeSlot            every slot is in use (`lora_core.slots`)
     ├── ConfigError               a setting that cannot work, found at start
     │   └── UnsupportedModel      the base model's architecture is not declared
+    ├── ReplicaUnknown            the router actor does not know the replica that speaks; no client sees it
     └── EngineError
         ├── EngineDead            the engine process is gone or no longer makes progress
         │   └── EngineUnavailable it was so before the request reached it
@@ -50,7 +54,7 @@ class InvalidAdapter(AdapterError, ValueError):
 
 
 class AdapterLost(AdapterError):
-    """A loaded adapter left host memory, and its files are gone or are other ones now."""
+    """A loaded adapter cannot be had: its files are needed and are gone, changed, or too slow, or no slot takes it."""
 
 
 class AdapterUnloaded(AdapterError):
@@ -69,6 +73,10 @@ class UnsupportedModel(ConfigError):
     """The base model's architecture is not one this server declares."""
 
 
+class ReplicaUnknown(LoRAFleetError):
+    """The router does not know this replica (its lease ran out, or the router restarted): register again."""
+
+
 class EngineError(LoRAFleetError):
     """The engine could not answer."""
 
@@ -83,3 +91,8 @@ class EngineUnavailable(EngineDead):
 
 class RequestTimeout(EngineError, TimeoutError):
     """An answer did not come within its deadline."""
+
+
+def describe(error: BaseException) -> str:
+    """An exception nobody foresaw, in words: its class, and what it says if it says anything."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

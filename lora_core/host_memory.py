@@ -18,11 +18,13 @@ class HostMemory(Generic[K, M]):
     Attributes:
         capacity_bytes: What it may hold.
         num_bytes: What it holds, reservations included.
+        version: Rises with every change of what is here, and never otherwise.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
+        self.version = 0
         self._entries: OrderedDict[K, tuple[M, int]] = OrderedDict()
         self._reserved: dict[K, int] = {}
         self._claimed: set[K] = set()
@@ -43,6 +45,10 @@ class HostMemory(Generic[K, M]):
     def keys(self) -> list[K]:
         """Keys of the entries, from least to most recently used."""
         return list(self._entries)
+
+    def reserved(self) -> set[K]:
+        """Keys that room is set aside for."""
+        return set(self._reserved)
 
     def can_reserve(self, num_bytes: int) -> bool:
         """Whether `reserve` would find room now."""
@@ -72,6 +78,7 @@ class HostMemory(Generic[K, M]):
     def fill(self, key: K, tensors: M) -> None:
         """Turn a reservation into an entry, the most recently used one."""
         self._entries[key] = (tensors, self._reserved.pop(key))
+        self.version += 1
 
     def cancel(self, key: K) -> None:
         """Give a reservation's room back."""
@@ -101,6 +108,7 @@ class HostMemory(Generic[K, M]):
         """Forget an entry, if it is here, claimed or not."""
         if key in self._entries:
             self.num_bytes -= self._entries.pop(key)[1]
+            self.version += 1
             self._claimed.discard(key)
 
     def check(self) -> None:

@@ -8,7 +8,6 @@ is complete, and what a killed process left behind is removed.
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -30,9 +29,9 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm
 
-from lora_core.adapter_weights import INDEX_FILE, WEIGHTS_FILE
-from lora_core.errors import InvalidAdapterPath
+from lora_core.errors import InvalidAdapter, InvalidAdapterPath
 from lora_core.types import ADAPTER_CONFIG_FILE
+from lora_core.weight_files import INDEX_FILE, find_weights, parse_index
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,6 @@ MAX_JSON_BYTES = 16 * 2**20
 PROGRESS_S = 10.0
 """Time between two lines of the log about a download that goes on."""
 
-_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 
@@ -232,56 +230,35 @@ def _wanted(sizes: Collection[str], repo: _Commit) -> list[str]:
     """
     if ADAPTER_CONFIG_FILE not in sizes:
         raise InvalidAdapterPath(f"the repo has no {ADAPTER_CONFIG_FILE}, so it is not a PEFT adapter")
-    loose = sorted(name for name in sizes if name.endswith(".safetensors") and "/" not in name)
-    if WEIGHTS_FILE in loose:
-        return [WEIGHTS_FILE, ADAPTER_CONFIG_FILE]
-    if INDEX_FILE in sizes:
-        repo.download(INDEX_FILE, None)
-        shards = _shards(repo.folder / INDEX_FILE)
-        if absent := sorted(shards - set(loose)):
-            raise InvalidAdapterPath(f"its {INDEX_FILE} names {', '.join(absent)}, which the repo does not have")
-        return [*sorted(shards), INDEX_FILE, ADAPTER_CONFIG_FILE]
-    if len(loose) == 1 and not _SHARD.fullmatch(loose[0]):
-        return [*loose, ADAPTER_CONFIG_FILE]
-    raise InvalidAdapterPath(_no_weights(sizes, loose))
-
-
-def _no_weights(names: Collection[str], loose: list[str]) -> str:
-    if loose:
-        found = ", ".join(loose[:5]) + (f" and {len(loose) - 5} more" if len(loose) > 5 else "")
-        return f"the repo has {found} without {INDEX_FILE}; expected {WEIGHTS_FILE}, or that index"
-    if pickled := sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")) and "/" not in name):
-        return (
-            f"the repo has {', '.join(pickled[:5])} and no {WEIGHTS_FILE}: pickled weights are never read; "
-            "save the adapter with safe_serialization=True"
-        )
-    deeper = next((name for name in sorted(names) if name.endswith(".safetensors")), None)
-    rest = "" if deeper is None else f"; {deeper} is in a sub-folder, and those are not looked into"
-    return f"the repo has no {WEIGHTS_FILE}{rest}"
-
-
-def _shards(index: Path) -> set[str]:
     try:
-        return set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidAdapterPath(f"its {INDEX_FILE} is not a safetensors index: {error}") from error
+        first = find_weights(sizes)
+        if first != INDEX_FILE:
+            return [first, ADAPTER_CONFIG_FILE]
+        repo.download(INDEX_FILE, None)
+        shards = _shards(repo.folder)
+    except InvalidAdapter as error:
+        raise InvalidAdapterPath(f"the repo has no weights to serve: {error}") from error
+    if absent := sorted(shards - set(sizes)):
+        raise InvalidAdapterPath(f"its {INDEX_FILE} names {', '.join(absent)}, which the repo does not have")
+    return [*sorted(shards), INDEX_FILE, ADAPTER_CONFIG_FILE]
+
+
+def _shards(folder: Path) -> set[str]:
+    return set(parse_index((folder / INDEX_FILE).read_bytes()).values())
 
 
 def _lacking(folder: Path) -> str | None:
     """What a cached folder that has a config lacks of an adapter; None if it is complete."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
-    if WEIGHTS_FILE in names:
-        return None
-    if INDEX_FILE in names:
-        try:
-            absent = sorted(_shards(folder / INDEX_FILE) - names)
-        except InvalidAdapterPath:
-            return None  # complete, and refused for what it is when it is read
-        return f"its {', '.join(absent)}" if absent else None
-    loose = sorted(name for name in names if name.endswith(".safetensors"))
-    if not loose:
-        return "its weights"
-    return f"its {INDEX_FILE}" if any(_SHARD.fullmatch(name) for name in loose) else None
+    try:
+        first = find_weights(names)
+    except InvalidAdapter:
+        return f"its {INDEX_FILE}" if any(name.endswith(".safetensors") for name in names) else "its weights"
+    try:
+        absent = sorted(_shards(folder) - names) if first == INDEX_FILE else []
+    except InvalidAdapter:
+        return None  # complete, and refused for what it is when it is read
+    return f"its {', '.join(absent)}" if absent else None
 
 
 def _check_size(num_bytes: int, max_bytes: int | None, name: str = "weights") -> None:

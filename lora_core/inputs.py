@@ -1,6 +1,7 @@
 """What a wrapped model takes beside its own inputs: the step's routing and the slot tensors, in one fixed order."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -89,14 +90,15 @@ class LoRAInputs:
         """Begin a write and complete it at once."""
         self.begin_write(slot, adapter).advance(None)
 
-    def fill_routing(self, routing: Routing) -> None:
-        """Copy a step's routing triple into the bound routing tensors, if there are any."""
-        if self._bound:
-            lora_ids, grouped_offsets, end = self._bound[:NUM_ROUTING_INPUTS]
-            lora_ids.copy_(routing.lora_ids)
-            grouped_offsets.copy_(routing.grouped_offsets)
-            # Offsets past the last group repeat the end.
-            end.copy_(routing.grouped_offsets[-1:])
+    def bind_routing(self, routing: Routing) -> Routing:
+        """Write a step's routing triple into the bound routing tensors, and make them the routing's own."""
+        if not self._bound:
+            return routing
+        lora_ids, grouped_offsets, end = self._bound[:NUM_ROUTING_INPUTS]
+        # Offsets past the last group repeat the end.
+        triple = [routing.lora_ids, routing.grouped_offsets, routing.grouped_offsets[-1:]]
+        torch._foreach_copy_([lora_ids, grouped_offsets, end], triple)
+        return replace(routing, lora_ids=lora_ids, grouped_offsets=grouped_offsets)
 
     def _bind_layers(self) -> None:
         if self._model is None or not self._bound:

@@ -12,7 +12,15 @@ from typing import Generic, Protocol, TypeVar
 
 from lora_core.adapter_record import AdapterRecord, FolderStamp
 from lora_core.adapters import AdapterTable
-from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, InvalidAdapter, InvalidAdapterPath
+from lora_core.errors import (
+    AdapterError,
+    AdapterNameTaken,
+    AdapterNotFound,
+    InvalidAdapter,
+    InvalidAdapterPath,
+    describe,
+)
+from lora_core.places import Places
 from lora_core.types import AdapterRef, LoRAResponse, LoRAStatus
 
 M = TypeVar("M")
@@ -20,7 +28,8 @@ M = TypeVar("M")
 logger = logging.getLogger(__name__)
 
 MAX_READS = 4
-"""Adapters read at a time, whose tensors are in host memory beyond `host_memory_bytes` until they are admitted."""
+"""Adapters read at a time, whose tensors are in host memory beyond `host_memory_bytes` until they are admitted; those
+not counted that take long."""
 
 
 class AdapterSource(Protocol):
@@ -88,7 +97,7 @@ class AdapterLoader(Generic[M]):
         self._host_memory_bytes = host_memory_bytes
         self._ended = threading.Condition()
         self._in_progress: dict[str, _Loading] = {}
-        self._reads = threading.BoundedSemaphore(MAX_READS)
+        self._reads = Places(MAX_READS)
 
     def load(self, name: str, request: LoadRequest) -> LoRAResponse:
         """Load one adapter; see `LoRAManagerV3.load_adapter`. Never raises."""
@@ -146,7 +155,7 @@ class AdapterLoader(Generic[M]):
             if record.path == folder and record.stamp.proves_unchanged(stamp):
                 self._table.refresh(ref, record, None)
                 return self._keep(name, ref, record, request)
-        with self._reads:
+        with self._reads.hold():
             record, tensors = self._read(name, folder)
             record = replace(record, phases_s={"find": find_s, **record.phases_s})
             return self._admit(name, record, tensors, request)
@@ -217,5 +226,5 @@ def _failure(name: str, source: str, error: Exception) -> LoRAResponse:
     if isinstance(error, AdapterError):
         return LoRAResponse(LoRAStatus.LOAD_ERROR, message)
     logger.error("loading LoRA adapter %r from %s failed", name, source, exc_info=error)
-    message = f"LoRA adapter {name!r} was not loaded: {type(error).__name__}: {error} (more in the server's log)"
+    message = f"LoRA adapter {name!r} was not loaded: {describe(error)} (more in the server's log)"
     return LoRAResponse(LoRAStatus.LOAD_ERROR, message)

@@ -1,24 +1,25 @@
 """The adapters of one engine: loaded, given slots, written into the model's layers, and routed to."""
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from kernels import Routing, build_routing
-from lora_core.adapter_record import AdapterRecord, FolderStamp
-from lora_core.adapters import AdapterTable, PinRefused, Readiness
+from lora_core.adapter_reader import AdapterReader
+from lora_core.adapter_record import AdapterRecord
+from lora_core.adapters import AdapterTable
 from lora_core.base_modules import ModelBaseModules
 from lora_core.config import LoRAConfig
-from lora_core.errors import AdapterNotFound, InvalidAdapter, LoRADisabled
+from lora_core.errors import AdapterNotFound, LoRADisabled
 from lora_core.inputs import LoRAInputs
 from lora_core.layers import LoRAModelWrapper, RoutingContext
 from lora_core.loader import AdapterLoader, LoadRequest
 from lora_core.model import LoRAModel
+from lora_core.operator_pins import PinRefused
+from lora_core.readiness import Readiness
 from lora_core.routing import RoutedRequest, routing_triple
 from lora_core.stacks import SlotStacks, TensorSpec
 from lora_core.staging import Staging
@@ -44,9 +45,6 @@ class LoRAManagerV3:
     Threads: any thread may load, unload, pin, acquire, release and ask. What touches the model's tensors (`prepare`,
     `advance`, `activate_adapter`, `bind_inputs`, `get_lora_graph_inputs`, `wrap`) belongs to the thread that runs the
     model.
-
-    Attributes:
-        num_file_reads: How often an adapter's files were read, the first time and again.
     """
 
     def __init__(
@@ -95,21 +93,28 @@ class LoRAManagerV3:
         self.device = torch.device(device)
         self.num_slots = config.max_num_loras if config.enable_lora else 0
         self.max_groups = self.num_slots if max_groups is None else max_groups
-        self._num_layers = num_layers
         self._sites = lora_sites(self.targets, projections, num_layers) if config.enable_lora else ()
-        self._projections = {p: projections[p] for site in self._sites for p in site.target.projections}
-        self.num_file_reads = 0
-        self._count_lock = threading.Lock()
+        self._reader = AdapterReader(
+            base_dtype=self.base_dtype,
+            max_lora_rank=config.max_lora_rank,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            sites=self._sites,
+            num_layers=num_layers,
+            pin_memory=self.device.type == "cuda",
+        )
         self._table: AdapterTable[LoRAModel] = AdapterTable(self.num_slots, config.host_memory_bytes)
         # Files are at most twice as large as the tensors they become: fp32 for a base of 16 bits.
         store = AdapterStore(config.allow_remote, max_bytes=2 * config.host_memory_bytes)
-        self._loader = AdapterLoader(self._table, store, self._read_adapter, config.host_memory_bytes)
+        self._loader = AdapterLoader(self._table, store, self._reader.read, config.host_memory_bytes)
         # On CPU the kernels take fp32 stacks whatever the base's data type.
         stack_dtype = torch.float32 if self.device.type == "cpu" else self.base_dtype
         stacks = SlotStacks(self._sites, self.num_slots, config.max_lora_rank, stack_dtype)
         self._inputs = LoRAInputs(stacks, self.max_groups, self.device)
-        self._base: ModelBaseModules | None = None
-        self._staging = Staging(self._table, self._read_adapter, self._inputs.begin_write)
+        self._staging = Staging(
+            self._table, self._reader.read, self._inputs.begin_write, read_timeout_s=config.read_timeout_s
+        )
 
     def load_adapter(
         self,
@@ -217,12 +222,16 @@ class LoRAManagerV3:
 
     @property
     def version(self) -> int:
-        """Rises with every change of what `residency` returns."""
+        """Rises with every change of what `residency` and `in_host_memory` return."""
         return self._table.version
 
     def residency(self) -> tuple[list[AdapterRef], list[AdapterRef]]:
         """Adapters that admit requests: those in slots, and all of them."""
         return self._table.residency()
+
+    def in_host_memory(self) -> list[AdapterRef]:
+        """Adapters that admit requests and need not be read for a slot."""
+        return self._table.in_host_memory()
 
     def acquire(self, name: str) -> AdapterRef:
         """Admit a request for `name`: the adapter stays loaded until `release`.
@@ -258,6 +267,10 @@ class LoRAManagerV3:
     def is_pinned(self, ref: AdapterRef) -> bool:
         """Whether `pin_adapter` holds for it."""
         return self._table.is_pinned(ref)
+
+    def pinned_without_slot(self) -> list[AdapterRef]:
+        """Adapters for which `pin_adapter` holds, and that are still on their way to a slot."""
+        return self._table.pinned_without_slot()
 
     def retired(self) -> list[AdapterRef]:
         """Generations that were unloaded or replaced, and have users yet."""
@@ -305,6 +318,11 @@ class LoRAManagerV3:
     def is_busy(self) -> bool:
         """Whether `advance` has something to do: a slot is being written, or a pinned adapter is on its way to one."""
         return self._staging.is_busy
+
+    @property
+    def num_file_reads(self) -> int:
+        """How often an adapter's files were read, the first time and again."""
+        return self._reader.num_reads
 
     @property
     def num_slot_writes(self) -> int:
@@ -356,7 +374,7 @@ class LoRAManagerV3:
     ) -> Routing:
         """Route a sorted batch, and refresh the recency of its adapters.
 
-        The bound routing tensors (see `symbolic_inputs`) are filled with the same triple.
+        Where there are bound routing tensors (see `symbolic_inputs`), they hold the triple, until the next call.
 
         Args:
             batch: Requests in row order, base requests last.
@@ -379,8 +397,7 @@ class LoRAManagerV3:
             max_groups=self.max_groups,
             device=torch.device(device),
         )
-        self._inputs.fill_routing(routing)
-        return routing
+        return self._inputs.bind_routing(routing)
 
     def wrap(self, model: nn.Module) -> LoRAModelWrapper:
         """Replace the targets of every decoder layer by LoRA layers, in place; parameter names stay as they are.
@@ -391,7 +408,7 @@ class LoRAManagerV3:
         context = RoutingContext()
         wrap_targets(model, self._sites, context)
         self._inputs.bind_model(model)
-        self._base = ModelBaseModules(model)
+        self._reader.base = ModelBaseModules(model)
         return LoRAModelWrapper(model, context)
 
     def lora_weight_adapter(
@@ -439,41 +456,6 @@ class LoRAManagerV3:
         Called by the thread that runs the model.
         """
         self._staging.check()
-
-    def _read_adapter(self, name: str, folder: Path) -> tuple[AdapterRecord, LoRAModel]:
-        with self._count_lock:
-            self.num_file_reads += 1
-        stamp = FolderStamp.of(folder)
-        model = LoRAModel(
-            name,
-            str(folder),
-            self.base_dtype,
-            self.config.max_lora_rank,
-            self.n_heads,
-            self.n_kv_heads,
-            self.head_dim,
-            projections=self._projections,
-            num_layers=self._num_layers,
-            base=self._base,
-            pin_memory=self.device.type == "cuda",
-        )
-        served = {module for site in self._sites for module in site.modules}
-        if unserved := sorted(model.ranks.keys() - served):
-            raise InvalidAdapter(
-                f"it changes modules that this server does not adapt: {', '.join(unserved)}; "
-                f"adapted in each layer: {', '.join(path for target in self.targets for path in target.siblings())}"
-            )
-        record = AdapterRecord(
-            path=folder,
-            stamp=stamp,
-            content_hash=model.content_hash,
-            num_bytes=model.num_bytes,
-            rank=model.rank,
-            ranks=dict(model.ranks),
-            noop_modules=model.noop_modules,
-            phases_s=dict(model.phases_s),
-        )
-        return record, model
 
     def _check_offsets(self, batch: Sequence[RoutedRequest], row_offsets: Sequence[int]) -> int:
         if len(row_offsets) != len(batch) + 1 or row_offsets[0] != 0:

@@ -87,11 +87,15 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Residency(msgspec.Struct, frozen=True, tag="residency"):
-    """Which adapters are in slots and which are loaded; sent after every change, with a rising sequence number."""
+    """Where adapters that admit requests are; sent after every change, with a rising sequence number."""
 
     sequence: int
     resident: list[AdapterRef]
+    """In a slot."""
     loaded: list[AdapterRef]
+    """All of them, also those whose tensors are only in their folder."""
+    in_memory: list[AdapterRef] = []
+    """In host memory, whether or not in a slot, too."""
 
 
 EngineEvent = EngineReady | EngineFailed | StepOutput | Residency

@@ -82,8 +82,9 @@ class LoRAModel:
             n_kv_heads: Key and value heads of the base model.
             head_dim: Width of one head.
             strict: Refuse tensors of modules the server does not adapt; False leaves those out.
-            projections: `(out_features, in_features)` by PEFT projection name, of all that adapters may change:
-                `embed_tokens` is `(hidden, vocabulary)`, `lm_head` `(vocabulary, hidden)`.
+            projections: `(out_features, in_features)` of all that adapters may change, by PEFT projection name
+                (`q_proj`; the place is the one the decoder has it in) or by path inside a decoder layer
+                (`self_attn.q_proj`): `embed_tokens` is `(hidden, vocabulary)`, `lm_head` `(vocabulary, hidden)`.
             num_layers: Decoder layers of the base model.
             base: The base model's layers. Without them DoRA is refused, copies of base weights are told by their
                 shapes alone, and only a delta of zero is known to change nothing.
@@ -104,7 +105,7 @@ class LoRAModel:
         config = read_peft_config(self.path)
         if config.use_dora and base is None:
             raise invalid_config("use_dora is true, which needs the base model's weights, and none were given")
-        shapes = BaseShapes(projections, num_layers, knows_weights=base is not None)
+        shapes = BaseShapes.of(projections, num_layers, knows_weights=base is not None)
         # Tensors made in inference mode could not be written to by the threads that fill them.
         with AdapterWeights(self.path) as weights, torch.inference_mode(False), torch.no_grad(), single_threaded():
             # Everything that keys and shapes can tell is checked before any tensor is read.
@@ -142,7 +143,7 @@ class LoRAModel:
         for first, second in plan.twins:
             loader.check_twins(first, second)
         if config.ensure_weight_tying:
-            _check_tying(plan, loader, base)
+            _check_tying(plan, config, loader, base)
         loader.clock.lap("check")
         self.content_hash = weights.content_hash(config.content)
         loader.clock.lap("read")
@@ -176,7 +177,7 @@ class _PaddedTensors(Mapping[str, Tensor]):
         return len(self._modules)
 
 
-def _check_tying(plan: AdapterPlan, loader: TensorLoader, base: BaseModules | None) -> None:
+def _check_tying(plan: AdapterPlan, config: PeftConfig, loader: TensorLoader, base: BaseModules | None) -> None:
     """Refuse an adapter whose head PEFT would change by making its pair the embedding's, or by not doing so.
 
     It does on a tied base, and only there.
@@ -185,7 +186,9 @@ def _check_tying(plan: AdapterPlan, loader: TensorLoader, base: BaseModules | No
     embedding, head = modules.get(EMBEDDING_MODULE), modules.get(HEAD_MODULE)
     if embedding is None and head is None:
         return
-    is_pair_tied = embedding is not None and head is not None and loader.check_tied(embedding, head)
+    is_pair_tied = not config.ties_pairs or (
+        embedding is not None and head is not None and loader.check_tied(embedding, head)
+    )
     if is_pair_tied and not plan.needs_tied_base:
         return
     is_base_tied = base is None or _is_tied(base)
@@ -193,8 +196,8 @@ def _check_tying(plan: AdapterPlan, loader: TensorLoader, base: BaseModules | No
         return
     if not is_base_tied:
         raise invalid_config(
-            "ensure_weight_tying is true, and the head has the embedding's pair, which PEFT gives it on a base with "
-            "tied weights; this base's are not tied: serve the base model the adapter was trained on"
+            "ensure_weight_tying is true, and the head is adapted only because the embedding is, as PEFT does it on a "
+            "base with tied weights; this base's are not tied: serve the base model the adapter was trained on"
         )
     raise invalid_config(
         "ensure_weight_tying is true, and the files do not hold the pair of embed_tokens and its transpose as that of "
@@ -220,6 +223,8 @@ def _adapter_dtype(base_dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_heads(projections: Mapping[str, tuple[int, int]], n_heads: int, n_kv_heads: int, head_dim: int) -> None:
-    for name, heads in (("q_proj", n_heads), ("k_proj", n_kv_heads), ("v_proj", n_kv_heads)):
-        if name in projections and projections[name][0] != heads * head_dim:
-            raise ValueError(f"{name} has {projections[name][0]} outputs, but {heads} heads of {head_dim} were given")
+    num_heads = {"q_proj": n_heads, "k_proj": n_kv_heads, "v_proj": n_kv_heads}
+    for name, (out_features, _) in projections.items():
+        heads = num_heads.get(name.rpartition(".")[2])
+        if heads is not None and out_features != heads * head_dim:
+            raise ValueError(f"{name} has {out_features} outputs, but {heads} heads of {head_dim} were given")

@@ -49,6 +49,9 @@ _KNOWN_SWITCHES = {
 _PLAIN_INITIALISATIONS = {"gaussian", "eva", "orthogonal", "mica"}
 """Ways to start training that leave the base weights alone; so do true and false."""
 
+_UNTYING_INITIALISATIONS = {"orthogonal", "mica"}
+"""Those of them that give each module a pair of its own, whatever `ensure_weight_tying` says, when PEFT loads too."""
+
 _BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to start training that subtract the start from the base weights, so that A and B fit another base."""
 
@@ -66,6 +69,7 @@ class PeftConfig:
         use_rslora: The scale is `alpha / sqrt(rank)` instead of `alpha / rank`.
         use_dora: Every module has a magnitude vector beside its pair.
         ensure_weight_tying: Where the base's head is tied to its embedding, so is the head's pair to the embedding's.
+        ties_pairs: And the values of the two are one, so that the files must agree on them.
         rank_pattern: Ranks of modules that differ from `r`.
         alpha_pattern: Alphas of modules that differ from `lora_alpha`.
         target_modules: What was adapted: names, a regex, or "all-linear".
@@ -82,6 +86,7 @@ class PeftConfig:
     use_rslora: bool
     use_dora: bool
     ensure_weight_tying: bool
+    ties_pairs: bool
     rank_pattern: PatternTable[int]
     alpha_pattern: PatternTable[float]
     target_modules: tuple[str, ...] | str
@@ -137,6 +142,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         use_rslora=_flag(raw, "use_rslora"),
         use_dora=_flag(raw, "use_dora"),
         ensure_weight_tying=_flag(raw, "ensure_weight_tying"),
+        ties_pairs=_flag(raw, "ensure_weight_tying") and raw.get("init_lora_weights") not in _UNTYING_INITIALISATIONS,
         rank_pattern=PatternTable("rank_pattern", _by_pattern(raw, "rank_pattern", _positive_int)),
         alpha_pattern=PatternTable("alpha_pattern", _by_pattern(raw, "alpha_pattern", _number)),
         target_modules=target_modules,
@@ -195,7 +201,7 @@ def _refuse_features(raw: Mapping[str, Any]) -> None:
     for key, feature in _REFUSED_FEATURES.items():
         value = raw.get(key)
         # An empty object still turns on what is configured by one; any other empty value names nothing.
-        takes_object = key.endswith("_config") or key == "use_bdlora"
+        takes_object = (key.endswith("_config") and key != "megatron_config") or key == "use_bdlora"
         is_empty = value in ("", []) or (value == {} and not takes_object)
         if value is not None and value is not False and not is_empty:
             raise invalid_config(f"{key} is {shown(value)}, which means {feature}: not served; train without it")

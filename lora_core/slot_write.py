@@ -64,6 +64,9 @@ class SlotWrite:
     def advance(self, budget_s: float | None) -> bool:
         """Write on for about this long, by a chunk at least; None: to the end.
 
+        A write that reaches its end with most of the budget spent is completed by the next call: a step that wrote for
+        so long should not be the one that runs the adapter's first prompt, too.
+
         To a device the moves are made on the current stream. Without a budget they are only queued there, as far as
         the adapter's memory is pinned, and the step that is queued next finds them done.
 
@@ -75,19 +78,23 @@ class SlotWrite:
         """
         if self._is_abandoned:
             raise RuntimeError("a slot's write was abandoned for a later one, and cannot go on")
-        deadline = None if budget_s is None else time.perf_counter() + budget_s
+        started = time.perf_counter()
+        spent_s = 0.0
         while self.num_bytes_left:
             chunk = next(self._chunks)
             chunk.run()
             self.num_bytes_left -= chunk.num_bytes
-            if deadline is not None:
+            if budget_s is not None:
                 chunk.wait()
-                if time.perf_counter() >= deadline:
+                spent_s = time.perf_counter() - started
+                if spent_s >= budget_s:
                     break
-        if self.num_bytes_left == 0 and self._finish is not None:
+        if self.num_bytes_left or (budget_s is not None and spent_s > budget_s / 2):
+            return False
+        if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-        return self._finish is None
+        return True
 
 
 def _chunks(moves: Iterable[Move]) -> Iterator[_Chunk]:

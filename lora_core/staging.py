@@ -3,22 +3,26 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from lora_core.adapter_record import AdapterRecord
-from lora_core.adapters import AdapterTable, Readiness
-from lora_core.errors import AdapterLost, InvalidAdapter, InvalidAdapterPath
+from lora_core.adapters import AdapterTable
+from lora_core.errors import AdapterLost, InvalidAdapter, InvalidAdapterPath, describe
+from lora_core.places import PATIENCE_S, Places
+from lora_core.readiness import Readiness
 from lora_core.slots import NoFreeSlot
 from lora_core.types import AdapterRef
+from lora_core.workers import Workers
 
 M = TypeVar("M")
 
 logger = logging.getLogger(__name__)
 
 NUM_READERS = 2
-"""Threads that read adapters again, at most; each ends when there is nothing left to read."""
+"""Adapters read again at a time, those not counted that take long."""
 
 
 class SlotWrite(Protocol):
@@ -40,6 +44,9 @@ class Staging(Generic[M]):
         table: AdapterTable[M],
         read: Callable[[str, Path], tuple[AdapterRecord, M]],
         begin_write: Callable[[int, M], SlotWrite],
+        *,
+        read_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Stage the adapters of `table`.
 
@@ -47,6 +54,8 @@ class Staging(Generic[M]):
             table: Where they are.
             read: Reads and checks the adapter of a name in a folder; raises InvalidAdapterPath or InvalidAdapter.
             begin_write: Begins to make a slot hold exactly these tensors, instead of what was begun before.
+            read_timeout_s: How long requests wait for one adapter to be read.
+            clock: Seconds, never falling: measures how long reads take.
         """
         self.num_slot_writes = 0
         """Slots that were assigned, and written, since the start."""
@@ -56,8 +65,17 @@ class Staging(Generic[M]):
         self._writes: dict[AdapterRef, SlotWrite] = {}
         # When the step thread has to stop writing in this step; None is never.
         self._deadline: float | None = None
+        self._read_timeout_s = read_timeout_s
+        self._clock = clock
+        self._readers = Workers(
+            "lora-reader",
+            Places(NUM_READERS, min(PATIENCE_S, read_timeout_s), clock),
+            self._next_read,
+            self._read_for_requests,
+        )
+        # Of each read for requests: when it began.
+        self._reads: dict[AdapterRef, float] = {}
         self._read_ended = threading.Condition()
-        self._num_readers = 0
         self._num_ended = 0
         self._num_seen = 0
 
@@ -68,11 +86,12 @@ class Staging(Generic[M]):
 
         Raises:
             KeyError: the generation is not loaded.
-            AdapterLost: its tensors were needed, and its files are gone or changed; told once, then tried anew.
+            AdapterLost: its tensors were needed, and its files are gone, changed, or take too long to read; or its slot
+                cannot be written. Told once, then tried anew.
         """
         found = self._table.prepare(ref, take_slot=take_slot and not self._unfinished())
-        if found.readiness is Readiness.READING:
-            self._start_readers()
+        if found.is_new:
+            self._readers.start()
         if found.slot is None or found.tensors is None:
             return found.readiness
         self._begin(ref, found.slot, found.tensors)
@@ -86,7 +105,11 @@ class Staging(Generic[M]):
         """
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         for ref in self._unfinished():
-            self._write_in_time(ref)
+            try:
+                self._write_in_time(ref)
+            except AdapterLost as error:
+                self._table.lose(ref, error)
+        self._give_up_reads()
         for ref in self._table.pinned_without_slot():
             try:
                 self.prepare(ref)
@@ -94,7 +117,7 @@ class Staging(Generic[M]):
                 continue
             except AdapterLost as error:
                 logger.warning("pinned: %s", error)
-        self._start_readers()
+        self._readers.start()
 
     def activate(self, name_or_ref: str | AdapterRef) -> int:
         """Give an adapter a slot now, reading and writing all that takes, or refresh the recency of the one it has.
@@ -180,9 +203,8 @@ class Staging(Generic[M]):
     def _begin(self, ref: AdapterRef, slot: int, tensors: M) -> None:
         try:
             self._writes[ref] = self._begin_write(slot, tensors)
-        except BaseException:
-            self._table.abandon_write(ref)
-            raise
+        except Exception as error:
+            raise self._fail_write(ref, error) from error
         self.num_slot_writes += 1
 
     def _write_in_time(self, ref: AdapterRef) -> bool:
@@ -196,52 +218,75 @@ class Staging(Generic[M]):
         try:
             if not self._writes[ref].advance(budget_s):
                 return False
-        except BaseException:
+        except Exception as error:
             del self._writes[ref]
-            self._table.abandon_write(ref)
-            raise
+            raise self._fail_write(ref, error) from error
         del self._writes[ref]
         self._table.finish_write(ref)
         return True
 
+    def _fail_write(self, ref: AdapterRef, error: Exception) -> AdapterLost:
+        """Take back the slot that could not be written; returns what those who wait for it are to be told."""
+        logger.error("writing LoRA adapter %r into a slot failed", ref.name, exc_info=error)
+        lost = AdapterLost(
+            f"LoRA adapter {ref.name!r} could not be written into a slot: {describe(error)}; "
+            "unload it, or load it again once that is mended"
+        )
+        self._table.abandon_write(ref)
+        return lost
+
     # Files
 
-    def _start_readers(self) -> None:
+    def _next_read(self) -> tuple[AdapterRef, AdapterRecord] | None:
         with self._read_ended:
-            if self._num_readers >= NUM_READERS or not self._table.can_read():
-                return
-            self._num_readers += 1
-        threading.Thread(target=self._read_all, name="lora-reader", daemon=True).start()
+            job = self._table.next_read()
+            if job is not None:
+                self._reads[job[0]] = self._clock()
+            return job
 
-    def _read_all(self) -> None:
+    def _read_for_requests(self, job: tuple[AdapterRef, AdapterRecord]) -> None:
+        # Told to those who wait, by the table.
         try:
-            while (job := self._table.next_read()) is not None:
-                # Told to those who wait, by the table.
-                try:
-                    self._read_again(*job)
-                except AdapterLost as error:
-                    logger.warning("%s", error)
-        finally:
-            with self._read_ended:
-                self._num_readers -= 1
+            self._read_again(*job)
+        except AdapterLost as error:
+            logger.warning("%s", error)
+
+    def _give_up_reads(self) -> None:
+        """Have nobody wait any longer for files that may never come, as from a dead mount."""
+        if not self._reads:
+            return
+        with self._read_ended:
+            latest_s = self._clock() - self._read_timeout_s
+            for ref in [ref for ref, begun_s in self._reads.items() if begun_s < latest_s]:
+                del self._reads[ref]
+                reason = (
+                    f"LoRA adapter {ref.name!r} is not in memory, and reading its files again has taken longer than "
+                    f"{self._read_timeout_s:g} s and goes on; see what keeps them, or raise lora_config.read_timeout_s"
+                )
+                logger.warning("%s", reason)
+                self._table.give_up_read(ref, reason)
 
     def _read_again(self, ref: AdapterRef, record: AdapterRecord) -> M:
         """Read an adapter that `table` says is being read, and tell the table how it went."""
         try:
             tensors = self._read_same(ref, record)
-        except AdapterLost as error:
-            self._table.fail_read(ref, error)
-            raise
         except BaseException as error:
-            self._table.fail_read(ref, _lost(ref, record, f"reading it failed: {type(error).__name__}"))
+            lost = error if isinstance(error, AdapterLost) else _lost(ref, record, describe(error))
+            with self._end_read(ref):
+                self._table.fail_read(ref, lost)
             raise
-        else:
+        with self._end_read(ref):
             self._table.end_read(ref, tensors)
-            return tensors
-        finally:
-            with self._read_ended:
-                self._num_ended += 1
-                self._read_ended.notify_all()
+        return tensors
+
+    @contextmanager
+    def _end_read(self, ref: AdapterRef) -> Iterator[None]:
+        """Have the table told within the block, while nobody can begin to read it anew or give the read up."""
+        with self._read_ended:
+            self._reads.pop(ref, None)
+            yield
+            self._num_ended += 1
+            self._read_ended.notify_all()
 
     def _read_same(self, ref: AdapterRef, record: AdapterRecord) -> M:
         try:
@@ -250,7 +295,7 @@ class Staging(Generic[M]):
             raise _lost(ref, record, str(error)) from error
         except Exception as error:
             logger.exception("reading LoRA adapter %r again from %s failed", ref.name, record.path)
-            raise _lost(ref, record, f"{type(error).__name__}: {error}") from error
+            raise _lost(ref, record, describe(error)) from error
         if found.content_hash != record.content_hash:
             hashes = f"content hash {found.content_hash[:12]}..., loaded were {record.content_hash[:12]}..."
             raise _lost(ref, record, f"other files are there now ({hashes})")

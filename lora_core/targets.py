@@ -57,6 +57,32 @@ class LoRATargetModule:
 EMBEDDING_TARGET = LoRATargetModule("embed_tokens", ("embed_tokens",), kind="embedding")
 HEAD_TARGET = LoRATargetModule("lm_head", ("lm_head",), kind="head")
 
+LLAMA_TARGETS = (
+    EMBEDDING_TARGET,
+    LoRATargetModule("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj"), stacked=True),
+    LoRATargetModule("self_attn.o_proj", ("o_proj",)),
+    LoRATargetModule("mlp.gate_up_proj", ("gate_proj", "up_proj"), stacked=True),
+    LoRATargetModule("mlp.down_proj", ("down_proj",)),
+    HEAD_TARGET,
+)
+
+# The checkpoint has the fused weights, and PEFT adapts each as the one linear layer it is there.
+FUSED_TARGETS = (
+    EMBEDDING_TARGET,
+    LoRATargetModule("self_attn.qkv_proj", ("qkv_proj",)),
+    LoRATargetModule("self_attn.o_proj", ("o_proj",)),
+    LoRATargetModule("mlp.gate_up_proj", ("gate_up_proj",)),
+    LoRATargetModule("mlp.down_proj", ("down_proj",)),
+    HEAD_TARGET,
+)
+
+DECODER_PATHS: Mapping[str, str] = {
+    projection: path
+    for target in (*LLAMA_TARGETS, *FUSED_TARGETS)
+    for path, projection in zip(target.siblings(), target.projections, strict=True)
+}
+"""Where the decoder has each PEFT projection, from the projection's holder, e.g. `self_attn.q_proj`."""
+
 
 @dataclass(frozen=True)
 class LoRASite:

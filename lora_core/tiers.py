@@ -85,14 +85,22 @@ class Tiers(Generic[M]):
         """Whether the adapter is on its way, or in a slot that is held for it."""
         return ref in self._staged
 
-    def stage(self, ref: AdapterRef) -> None:
-        """Put an adapter on its way, unless many are or it would keep one that is to be read out of memory."""
-        if ref in self._staged or sum(other not in self.slots for other in self._staged) >= self._max_staged:
-            return
+    def stage(self, ref: AdapterRef) -> bool:
+        """Put an adapter on its way, unless many are or it would keep one that is to be read out of memory.
+
+        Returns:
+            Whether it was not on its way, and is now.
+        """
+        # Asked for every adapter that waits, at every step; the staged ones in slots are among those held.
+        num_without_slot = len(self._staged) - sum(map(self._staged.__contains__, self._held))
+        if ref in self._staged or num_without_slot >= self._max_staged:
+            return False
         # Claimed by one that came later, memory would never come free for the one whose turn it is to be read.
-        if ref in self.slots or ref not in self.host or self.next_unread() is None:
-            self._staged[ref] = None
-            self._claim_if_staged(ref)
+        if ref in self.host and ref not in self.slots and self.next_unread() is not None:
+            return False
+        self._staged[ref] = None
+        self._claim_if_staged(ref)
+        return True
 
     def unstage(self, ref: AdapterRef) -> None:
         """End what `stage` began, if it did; a write in progress goes on."""
@@ -134,8 +142,14 @@ class Tiers(Generic[M]):
         if self._reading.pop(ref):
             self.host.fill(ref, tensors)
             self._claim_if_staged(ref)
-        else:
+        elif ref not in self.host:
             self.keep(ref, tensors, num_bytes, last)
+
+    def free_reservation(self, ref: AdapterRef) -> None:
+        """Give the room up that is reserved for a read in progress, whose outcome is kept only if there is some."""
+        if self._reading[ref]:
+            self.host.cancel(ref)
+            self._reading[ref] = False
 
     def drop_read(self, ref: AdapterRef) -> None:
         """End a read with nothing to keep."""
@@ -158,6 +172,8 @@ class Tiers(Generic[M]):
         self.host.check()
         in_slots, in_memory = set(self.slots.keys()), set(self.host.keys())
         known = other_pins.keys()
+        reserved = {ref for ref, is_reserved in self._reading.items() if is_reserved}
+        assert self.host.reserved() == reserved, f"room is reserved for {self.host.reserved()}, and {reserved} is read"
         assert in_slots <= known, "a slot holds an adapter that is gone"
         assert in_memory <= known, "host memory holds an adapter that is gone"
         assert self._staged.keys() <= known, "an adapter that is gone is staged"

@@ -47,6 +47,8 @@ class LoRAStatus(enum.Enum):
     LOAD_INVALID_ADAPTER = "load_invalid_adapter"
     PIN_NAME_NONEXISTENT = "pin_name_nonexistent"
     PIN_ERROR = "pin_error"
+    UNAVAILABLE = "unavailable"
+    """Nothing is wrong with what was asked: who should do it is not there, or did not answer in time."""
     UNSPECIFIED_ERROR = "unspecified_error"
 
 
@@ -78,7 +80,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     noop_modules: list[str] = []
     """Modules whose output on a fixed input is the base's: all of them if the adapter is a no-op."""
     phases_s: dict[str, float] = {}
-    """Seconds by phase: find (the folder, a download included), read, check, convert, canary."""
+    """Seconds by phase: find (the folder, a download included) is time that passed; read, check, convert and canary are
+    work added up over the load's threads."""
 
     @property
     def is_noop(self) -> bool:

@@ -8,6 +8,7 @@ Running requests come first, then waiting ones in order of arrival. Two rules ke
   the oldest such request has been passed over for `max_slot_wait_s`, a slot is set aside for it: an adapter in a slot
   admits nothing more until its running requests are done, and no other newcomer may take a slot before the adapter
   that waits. The requests of the drained adapter then wait their turn in the same way.
+- Pins: a slot is set aside at once for an adapter that the operator pinned, as its tensors keep memory meanwhile.
 
 An adapter whose files have to be read, or whose slot is being written, is not there yet: its requests are passed over
 too, and no slot is set aside for one that could not use it.
@@ -17,14 +18,14 @@ import itertools
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lora_core.adapters import Readiness
 from lora_core.engine.blocks import BlockPool
 from lora_core.engine.request import Request, ScheduledBatch, ScheduledRow
 from lora_core.errors import AdapterLost
+from lora_core.readiness import Readiness
 from lora_core.types import AdapterRef
 
 
@@ -39,6 +40,7 @@ class AdapterSlots(Protocol):
     def wants_slot(self, ref: AdapterRef, /) -> bool: ...
     def slot_of(self, ref: AdapterRef, /) -> int | None: ...
     def is_pinned(self, ref: AdapterRef, /) -> bool: ...
+    def pinned_without_slot(self) -> Sequence[AdapterRef]: ...
     def num_pins(self, ref: AdapterRef, /) -> int: ...
     def pin(self, ref: AdapterRef, /) -> None: ...
     def unpin(self, ref: AdapterRef, /) -> None: ...
@@ -250,21 +252,34 @@ class Scheduler:
         return self._blocks.blocks_for(len(request.token_ids)) - len(request.block_table)
 
     def _update_reservation(self) -> None:
-        """Drop a reservation that nobody could use; make one once a request has been passed over for too long."""
+        """Drop a reservation that nobody could use; make one for a pinned adapter or a request passed over too long."""
+        pinned = self._slots.pinned_without_slot()
         if self._reservation is not None:
-            waiting = self._reservation.waiting
-            if self._slots.wants_slot(waiting) and any(request.adapter == waiting for request in self._waiting):
+            if self._is_of_use(self._reservation, pinned):
                 return
             self._reservation = None
         deadline_s = self._clock() - self._max_slot_wait_s
-        for request in self._waiting:
-            if request.adapter is None or request.passed_over_s is None or request.passed_over_s > deadline_s:
-                continue
-            if self._slots.wants_slot(request.adapter) and not self._slots.can_activate(request.adapter):
+        overdue = (
+            request.adapter
+            for request in self._waiting
+            if request.adapter is not None and request.passed_over_s is not None and request.passed_over_s <= deadline_s
+        )
+        for waiting in itertools.chain(pinned, overdue):
+            if self._slots.wants_slot(waiting) and not self._slots.can_activate(waiting):
                 draining = self._adapter_to_drain(deadline_s)
                 if draining is not None:
-                    self._reservation = _Reservation(waiting=request.adapter, draining=draining)
+                    self._reservation = _Reservation(waiting, draining)
                 return
+
+    def _is_of_use(self, reservation: _Reservation, pinned: Sequence[AdapterRef]) -> bool:
+        """Whether somebody still waits for the slot, and it is there or will be."""
+        waiting, draining = reservation.waiting, reservation.draining
+        return (
+            self._slots.wants_slot(waiting)
+            and (waiting in pinned or any(request.adapter == waiting for request in self._waiting))
+            # A pinned adapter takes the first slot that is free, also one set aside for another.
+            and (draining in self._num_running or self._slots.can_activate(waiting))
+        )
 
     def _adapter_to_drain(self, deadline_s: float) -> AdapterRef | None:
         """The adapter to stop admitting: one that had its turn, with the fewest running requests, soonest done.

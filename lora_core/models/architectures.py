@@ -13,26 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lora_core.errors import ConfigError, UnsupportedModel
 from lora_core.models.decoder import ACTIVATIONS, DecoderConfig, LayerConfig
 from lora_core.models.rotary import RotaryTable
-from lora_core.targets import EMBEDDING_TARGET, HEAD_TARGET, LoRATargetModule
-
-LLAMA_TARGETS = (
-    EMBEDDING_TARGET,
-    LoRATargetModule("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj"), stacked=True),
-    LoRATargetModule("self_attn.o_proj", ("o_proj",)),
-    LoRATargetModule("mlp.gate_up_proj", ("gate_proj", "up_proj"), stacked=True),
-    LoRATargetModule("mlp.down_proj", ("down_proj",)),
-    HEAD_TARGET,
-)
-
-# The checkpoint has the fused weights, and PEFT adapts each as the one linear layer it is there.
-FUSED_TARGETS = (
-    EMBEDDING_TARGET,
-    LoRATargetModule("self_attn.qkv_proj", ("qkv_proj",)),
-    LoRATargetModule("self_attn.o_proj", ("o_proj",)),
-    LoRATargetModule("mlp.gate_up_proj", ("gate_up_proj",)),
-    LoRATargetModule("mlp.down_proj", ("down_proj",)),
-    HEAD_TARGET,
-)
+from lora_core.targets import FUSED_TARGETS, LLAMA_TARGETS, LoRATargetModule
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"is_causal": (None, True), "is_heterogeneous": (None, False)}
 

@@ -54,5 +54,6 @@ def load_cycles(base: Path, label: str, folders: Sequence[Path], ranks: Sequence
     report(
         "load_cycles", base=label, ranks=list(ranks), cycles=cycles, first_mb=first / 1e6, last_mb=last / 1e6,
         max_mb=max(measured) / 1e6, growth_percent=growth,
+        compared=f"median resident memory of the last {WINDOW} cycles with that of the first {WINDOW} after warming up",
         goal=f"growth_percent <= {GOAL_PERCENT}", met=growth <= GOAL_PERCENT,
     )  # fmt: skip

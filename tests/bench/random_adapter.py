@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from lora_core.adapter_weights import WEIGHTS_FILE
 from lora_core.types import ADAPTER_CONFIG_FILE
+from lora_core.weight_files import WEIGHTS_FILE
 
 
 def linear_shapes(base: Path) -> dict[str, tuple[int, int]]:

@@ -15,8 +15,9 @@ def require(is_right: bool, what: str) -> None:
         raise CheckFailed(what)
 
 
-def report(measure: str, *, goal: str, met: bool, **figures: Any) -> None:
-    """Print a point as one JSON line, with the machine's load of the last minute."""
+def report(measure: str, *, compared: str, goal: str, met: bool, **figures: Any) -> None:
+    """Print a point as one JSON line: its figures, what was `compared`, and the machine's load of the last minute."""
     load = round(os.getloadavg()[0], 2)
     rounded = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()}
-    print(json.dumps({"measure": measure, **rounded, "goal": goal, "met": met, "machine_load": load}), flush=True)
+    line = {"measure": measure, **rounded, "compared": compared, "goal": goal, "met": met, "machine_load": load}
+    print(json.dumps(line), flush=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_core.config import LoRAConfig
@@ -348,14 +348,20 @@ def embeddings_off(world: World, target: str) -> Got:
     return refused(world, folder, target, "adapt_embeddings", family="untied", engine=engine)
 
 
-@case(OWN, "weights and config say the same module twice under two prefixes", "refused, naming the module")
-def twice_by_prefix(world: World) -> Got:
+TWINS = {"equal ones": 1.0, "different ones": 2.0}
+
+
+@case(
+    OWN, "a module's tensors twice, under two prefixes", "equal: served; different: refused, naming the module", TWINS
+)
+def twice_by_prefix(world: World, factor: float) -> Got:
     folder = good(world)
     twin = world.copy(folder)
     renamed(twin, lambda key: key.removeprefix("base_model.model."))
-    from safetensors.torch import load_file
-
-    save_file({**load_file(folder / WEIGHTS), **load_file(twin / WEIGHTS)}, folder / WEIGHTS)
+    twins = {key: factor * tensor for key, tensor in load_file(twin / WEIGHTS).items()}
+    save_file({**load_file(folder / WEIGHTS), **twins}, folder / WEIGHTS)
+    if factor == 1:
+        return equals_peft(world, folder, sizes=(7,))
     return refused(world, folder, "layers.0")
 
 

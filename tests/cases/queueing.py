@@ -241,7 +241,7 @@ def drain_deadline(world: World) -> Got:
     took_s = time.monotonic() - start
     finish(engine, answers)
     kinds = {answers[str(number)].error_type for number in range(4)}
-    gone = engine.manager.residency() == ([], []) and engine.manager.can_activate is not None
+    gone = engine.manager.residency() == ([], []) and not engine.manager.retired()
     load(engine, "a", folder)
     tokens, _ = alone(engine, "a", PROMPTS[20])
     return all_of(

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from deployments.child_process import PROJECT_ROOT
 from deployments.engine_client import EngineClient
+from deployments.socket_folder import sweep
 from deployments.token_stream import TokenStream
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.errors import EngineDead, InvalidRequest, RequestTimeout, UnsupportedModel
@@ -167,6 +168,7 @@ async def test_adapter_operations_are_answered_while_idle_and_while_busy(
     stream = client.submit(request("busy", 200))
     async with loaded(client, "a", tiny_adapters["linear-r4"]):
         await until(lambda: [ref.name for ref in client.residency.loaded] == ["a"], 2)
+        assert client.residency.in_memory == client.residency.loaded
         through_adapter = client.submit(request("through-a", 150, "a"))
         first = await anext(through_adapter)
     await until(lambda: not client.residency.loaded, 2)
@@ -200,7 +202,10 @@ async def test_silence_is_noticed_and_forgiven(client: EngineClient) -> None:
     assert len(await tokens_of(client.submit(request("thawed", 5)))) == 5
 
 
-async def test_death_fails_everything_at_once(tiny_base: Path) -> None:
+async def test_death_fails_everything_at_once(
+    tiny_base: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_folder))
     client = EngineClient(engine_config(tiny_base), LORA)
     await client.start(START_S)
     try:
@@ -217,6 +222,8 @@ async def test_death_fails_everything_at_once(tiny_base: Path) -> None:
         for result in results:
             assert isinstance(result, EngineDead)
             assert "signal 9" in str(result)
+        # Not only when the parent closes, which it may have no time for.
+        await until(lambda: modes(short_folder) == [], 1)
         with pytest.raises(EngineDead):
             client.check_healthy()
         with pytest.raises(EngineDead):
@@ -297,7 +304,10 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_parent_takes_even_a_stopped_process_with_it(tiny_base: Path, short_folder: Path) -> None:
+@pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL])
+async def test_a_killed_parent_leaves_nothing_whatever_befalls_its_process(
+    tiny_base: Path, short_folder: Path, blow: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parent = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PARENT, str(tiny_base)),
         cwd=PROJECT_ROOT,
@@ -309,11 +319,17 @@ async def test_a_killed_parent_takes_even_a_stopped_process_with_it(tiny_base: P
         pid = int(await parent.stdout.readline())
         assert is_running(pid)
         assert len(modes(short_folder)) == 1
-        os.kill(pid, signal.SIGSTOP)
+        # Both at the same time, as when their process group is killed.
+        if blow is not signal.SIGSTOP:
+            parent.send_signal(signal.SIGSTOP)
+        os.kill(pid, blow)
     finally:
         parent.kill()
         await parent.wait()
     await until(lambda: not is_running(pid), 5)
+    if blow is signal.SIGKILL:
+        monkeypatch.setattr("tempfile.tempdir", str(short_folder))
+        sweep()
     assert modes(short_folder) == []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lora_core import manager as manager_module
+from lora_core import adapter_reader as reader_module
 from lora_core.engine.engine import LLMEngine
 from lora_core.model import LoRAModel
 from lora_core.slot_write import SlotWrite
@@ -145,7 +145,7 @@ def test_base_and_resident_requests_go_on_while_files_are_read(
     answers = Answers()
     ask(engine, "first", warm, 12)
     step(engine, answers)
-    monkeypatch.setattr(manager_module, "LoRAModel", SlowModel)
+    monkeypatch.setattr(reader_module, "LoRAModel", SlowModel)
     ask(engine, "cold", cold, 12)
     ask(engine, "warm", warm, 7)
     ask(engine, "base", None, 7)
@@ -199,6 +199,60 @@ def test_a_large_adapter_is_written_while_a_stream_goes_on(
     step(engine, answers)
     assert answers["alone"].tokens == reference("attention-r2", 12)[:1]
     finish(engine, answers)
+
+
+def test_a_write_that_fails_ends_the_requests_that_wait_for_it_and_no_other(
+    start: Start, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, answers = start(slots=2), Answers()
+    ask(engine, "stream", "linear-r4", 12)
+    step(engine, answers)
+    advance = SlotWrite.advance
+
+    def fail(write: SlotWrite, budget_s: float | None) -> bool:
+        raise MemoryError
+
+    # At once, and at a later step after it has begun well.
+    for first in (fail, lambda *_: False):
+        monkeypatch.setattr(SlotWrite, "advance", first)
+        for index in range(2):
+            ask(engine, f"{first.__name__} {index}", "rslora-r8", 7)
+        ask(engine, f"{first.__name__} base", None, 7)
+        step(engine, answers)
+        monkeypatch.setattr(SlotWrite, "advance", fail)
+        for _ in range(3):
+            step(engine, answers)
+        for index in range(2):
+            lost = answers[f"{first.__name__} {index}"]
+            assert (lost.reason, lost.error_type, lost.tokens) == ("error", "AdapterLost", [])
+            assert "'rslora-r8' could not be written into a slot: MemoryError;" in str(lost.error)
+    monkeypatch.setattr(SlotWrite, "advance", advance)
+    ask(engine, "after", "rslora-r8", 7)
+    finish(engine, answers)
+    assert answers["stream"].tokens == reference("linear-r4", 12)
+    assert answers["after"].tokens == reference("rslora-r8", 7)
+    assert all(answers[name].tokens == reference(None, 7) for name in answers if name.endswith("base"))
+
+
+def test_abandoned_requests_leave_nothing_in_memory_or_slots(
+    start: Start, tiny_adapters: Names, num_bytes: int
+) -> None:
+    """Their adapters were waiting, being read, being written or in slots when they left."""
+    engine = start(slots=1, max_num_seqs=4, lora_settings={"host_memory_bytes": num_bytes})
+    random, names, live = Random(3), list(tiny_adapters), list[str]()
+    for index in range(1000):
+        ask(engine, str(index), random.choice(names), 7, 3)
+        live.append(str(index))
+        if random.random() < 0.6:
+            engine.step()
+        while len(live) > random.choice((0, 0, 2, 5)):
+            engine.abort(live.pop(random.randrange(len(live))))
+        if index % 50 == 0:
+            engine.check_invariants()
+    for request_id in live:
+        engine.abort(request_id)
+    ask(engine, "last", names[0], 7)
+    assert finish(engine)["last"].reason == "length"
 
 
 # Unloading and replacing

@@ -2,12 +2,15 @@
 
 import itertools
 import random
+import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lora_core.config import LoRAConfig
 from lora_core.engine.engine import LLMEngine
@@ -15,11 +18,14 @@ from lora_core.messages import GenerateRequest, SamplingParams, TokenDelta
 from lora_core.types import LoRAResponse, LoRAStatus
 from tests.fuzz.world import MAX_RANK, MAX_TOKENS, QuietRuns, Version, World, engine_config
 
-NUM_SLOTS = 4
-KV_CACHE_TOKENS = 200
-HELD_IN_MEMORY = 5
-"""About as many adapters fit into host memory: the others are read again when they are asked for."""
+SHAPES = ((4, 5), (1, 1), (2, 1), (2, 4), (4, 1))
+"""Slots, and about how many adapters fit into host memory (the others are read again when they are asked for); a seed
+has one of these."""
 
+KV_CACHE_TOKENS = 200
+READ_TIMEOUT_S, STALL_S = 4.0, 5.0
+STALL_EVERY, STALLED_STEPS = 10_000, 50
+"""Steps from one stall of a name's files to the next, and for how many of them it goes on."""
 DRAIN_TIMEOUT_S = 0.05
 MOST_STEPS_IN_FLIGHT = 5_000
 """A request that takes longer is stuck."""
@@ -61,7 +67,7 @@ class Difference(AssertionError):
 
 
 class Fuzz:
-    """One engine with 4 slots under 12 names; `step` does something random to it, steps it, and checks it."""
+    """One engine with few slots under 12 names; `step` does something random to it, steps it, and checks it."""
 
     def __init__(self, world: World, quiet: QuietRuns, *, seed: int) -> None:
         self.seed = seed
@@ -70,13 +76,32 @@ class Fuzz:
         self._quiet = quiet
         self._draw = random.Random(seed)
         self._pool = ThreadPoolExecutor(2)
+        self._num_slots, self._num_in_memory = SHAPES[seed % len(SHAPES)]
         self._engine = LLMEngine(engine_config(world, kv_cache_tokens=KV_CACHE_TOKENS), self._lora_config())
         self._loaded: dict[str, Version] = {}
         self._pinned: set[str] = set()
+        # Versions in whose folders there is nothing, or the other version's files.
         self._hidden: set[Version] = set()
+        self._swapped: set[Version] = set()
+        self._generations = itertools.count(1000, 1000)
+        # The name whose files are slow to come.
+        self._stalled: str | None = None
         self._operations: dict[str, Operation] = {}
         self._asked: dict[str, Asked] = {}
         self._ids = itertools.count()
+        # How often each action comes, of about a hundred steps; None is to do nothing.
+        self._weights: dict[Callable[[], None] | None, float] = {
+            self._ask: 40,
+            self._load: 7,
+            self._renumber: 1,
+            self._replace: 4,
+            self._unload: 2,
+            self._pin: 2,
+            self._unpin: 3,
+            self._abort: 4,
+            self._hide: 2,
+            None: 35,
+        }
         self._popularity = "uniform"
         self._log: list[str] = []
 
@@ -88,26 +113,26 @@ class Fuzz:
                 are named.
         """
         try:
-            for _ in range(num_steps):
-                self.step()
-            self._finish()
+            with self._world.slow_files():
+                for _ in range(num_steps):
+                    self.step()
+                self._finish()
         except AssertionError as error:
             last = "\n  ".join(self._log[-40:])
             raise Difference(f"seed {self.seed}, step {self.counts['steps']}: {error}\n  {last}") from error
         finally:
             self._pool.shutdown()
-            for version in self._hidden:
-                _hiding_place(version).rename(version.folder)
+            self._world.stalled.clear()
+            for version in list(self._hidden | self._swapped):
+                self._bring_back(version)
 
     def step(self) -> None:
         """One random action or none, one step of the engine, all checks."""
         if self.counts["steps"] % CHANGE_EVERY == 0:
             self._popularity = self._draw.choice(POPULARITIES)
         self._collect()
-        action = self._draw.choices(
-            (self._ask, self._load, self._replace, self._unload, self._pin, self._unpin, self._abort, self._hide, None),
-            (40, 8, 4, 2, 2, 3, 4, 2, 35),
-        )[0]
+        self._change_stall()
+        action = self._draw.choices(list(self._weights), list(self._weights.values()))[0]
         if action is not None:
             action()
         self._step_engine()
@@ -135,7 +160,7 @@ class Fuzz:
         asked = Asked(name, prompt, self._draw.randint(1, MAX_TOKENS), self.counts["steps"], known)
         asked.may_be_unknown = name is not None and None in versions
         asked.may_be_unloaded = name in self._operations
-        asked.may_be_lost = any(version in self._hidden for version in versions)
+        asked.may_be_lost = name == self._stalled or any(map(self._is_away, versions))
         sampling = SamplingParams(max_tokens=asked.max_tokens, temperature=0, ignore_eos=True)
         self._note(f"ask {request_id} {name} prompt {prompt} tokens {asked.max_tokens}")
         self._engine.add_request(GenerateRequest(request_id, list(self._world.prompts[prompt]), sampling, name))
@@ -159,7 +184,7 @@ class Fuzz:
             return [None]
         versions = {self._loaded.get(name)}
         operation = self._operations.get(name)
-        if operation is not None and operation.kind != "pin":
+        if operation is not None and operation.kind not in ("pin", "unpin"):
             versions.add(operation.on_success)
         return list(versions)
 
@@ -202,27 +227,34 @@ class Fuzz:
         version = self._choose_version()
         loaded = self._loaded.get(version.name)
         allowed = {LoRAStatus.SUCCESS} if loaded in (None, version) else {LoRAStatus.LOAD_NAME_EXISTS}
-        if version in self._hidden:
-            # What is loaded from there already may be told apart without reading.
-            allowed = {LoRAStatus.LOAD_INVALID_PATH} if loaded is None else {*allowed, LoRAStatus.LOAD_INVALID_PATH}
-        spec = f"{version.name}={version.folder}"
         on_success = version if loaded is None else loaded
-        self._start("load", version.name, partial(self._engine.manager.load_adapter, spec), on_success, allowed)
+        self._start("load", version.name, self._loader(version), on_success, allowed | self._refusals(version))
+
+    def _renumber(self) -> None:
+        """Load what is loaded, or other content, under a generation of our own."""
+        version = self._choose_version()
+        loaded = self._loaded.get(version.name)
+        allowed = {LoRAStatus.SUCCESS} if loaded in (None, version) else {LoRAStatus.LOAD_NAME_EXISTS}
+        load = self._loader(version, generation=next(self._generations))
+        on_success = version if loaded is None else loaded
+        self._start("renumber", version.name, load, on_success, allowed | self._refusals(version))
+
+    def _loader(self, version: Version, **arguments: Any) -> Callable[[], LoRAResponse]:
+        """A load of a version, told by its hash where its folder may hold the other one."""
+        if version in self._swapped or self._draw.random() < 0.5:
+            arguments["content_hash"] = self._quiet.report(version).content_hash
+        return partial(self._engine.manager.load_adapter, f"{version.name}={version.folder}", **arguments)
+
+    def _refusals(self, version: Version) -> set[LoRAStatus]:
+        """How a load may end beside the right way: what is in memory, or told apart without reading, is not read."""
+        if version in self._hidden:
+            return {LoRAStatus.LOAD_INVALID_PATH}
+        return {LoRAStatus.LOAD_INVALID_ADAPTER} if version in self._swapped else set()
 
     def _replace(self) -> None:
         version = self._choose_version()
-        allowed = {LoRAStatus.SUCCESS}
-        if version in self._hidden:
-            is_loaded = self._loaded.get(version.name) == version
-            allowed = {LoRAStatus.LOAD_INVALID_PATH, *(allowed if is_loaded else ())}
-        spec = f"{version.name}={version.folder}"
-        self._start(
-            "replace",
-            version.name,
-            partial(self._engine.manager.load_adapter, spec, replace=True),
-            version,
-            allowed,
-        )
+        allowed = {LoRAStatus.SUCCESS} | self._refusals(version)
+        self._start("replace", version.name, self._loader(version, replace=True), version, allowed)
 
     def _unload(self) -> None:
         name = self._draw.choice(list(self._world.versions))
@@ -233,7 +265,7 @@ class Fuzz:
         name = self._draw.choice(list(self._world.versions))
         allowed = {LoRAStatus.SUCCESS if name in self._loaded else LoRAStatus.PIN_NAME_NONEXISTENT}
         # An operation in flight may pin or free one of the last places.
-        if name in self._loaded and len(self._pinned) + len(self._operations) >= NUM_SLOTS - 1:
+        if name in self._loaded and len(self._pinned) + len(self._operations) >= self._num_slots - 1:
             allowed.add(LoRAStatus.PIN_ERROR)
         self._start("pin", name, partial(self._engine.manager.pin_adapter, name), self._loaded.get(name), allowed)
 
@@ -243,20 +275,53 @@ class Fuzz:
         self._start("unpin", name, partial(self._engine.manager.unpin_adapter, name), self._loaded.get(name), allowed)
 
     def _hide(self) -> None:
-        """Move a folder away, or bring one back."""
+        """Move a folder away, with other files in its place or none, or bring one back."""
         version = self._choose_version()
         if version.name in self._operations:
             return
-        if version in self._hidden:
-            _hiding_place(version).rename(version.folder)
-            self._hidden.remove(version)
+        if self._is_away(version):
+            self._bring_back(version)
         else:
             version.folder.rename(_hiding_place(version))
-            self._hidden.add(version)
-            for asked in self._asked.values():
-                asked.may_be_lost |= asked.name == version.name
-        self._note(f"hide {version.label}: {version in self._hidden}")
+            self._let_be_lost(version.name)
+            if self._draw.random() < 0.5:
+                self._hidden.add(version)
+            else:
+                other = self._world.versions[version.name][1 - version.number]
+                shutil.copytree(other.original, version.folder)
+                self._swapped.add(version)
+        self._note(f"hide {version.label}: {self._is_away(version)}")
         self.counts["hides"] += 1
+
+    def _is_away(self, version: Version | None) -> bool:
+        return version in self._hidden or version in self._swapped
+
+    def _bring_back(self, version: Version) -> None:
+        if version in self._swapped:
+            shutil.rmtree(version.folder)
+        _hiding_place(version).rename(version.folder)
+        self._hidden.discard(version)
+        self._swapped.discard(version)
+
+    def _let_be_lost(self, name: str) -> None:
+        for asked in self._asked.values():
+            asked.may_be_lost |= asked.name == name
+
+    def _change_stall(self) -> None:
+        """Have the files of a name come so slowly, for some steps, that requests do not wait for them."""
+        since = self.counts["steps"] % STALL_EVERY
+        if since == STALL_EVERY // 2:
+            self._stalled = self._draw.choice(list(self._world.versions))
+            self._world.stalled[self._stalled] = STALL_S
+            self._let_be_lost(self._stalled)
+            self._note(f"stall {self._stalled}")
+            self.counts["stalls"] += 1
+        elif since == STALL_EVERY // 2 + STALLED_STEPS:
+            # What is on its way may come before anybody is told that it took long.
+            self._world.stalled.clear()
+            time.sleep(STALL_S)
+        elif since == STALL_EVERY // 2 + STALLED_STEPS + 2:
+            self._stalled = None
 
     def _choose_version(self) -> Version:
         return self._draw.choice(self._draw.choice(list(self._world.versions.values())))
@@ -272,7 +337,7 @@ class Fuzz:
         if name in self._operations:
             return
         self._note(f"{kind} {name} {on_success and on_success.label}")
-        if kind in ("unload", "replace"):
+        if kind in ("unload", "replace", "renumber"):
             for asked in self._asked.values():
                 asked.may_be_unloaded |= asked.name == name
         self._operations[name] = Operation(kind, name, self._pool.submit(operate), on_success, allowed)
@@ -322,18 +387,19 @@ class Fuzz:
 
     def _lora_config(self) -> LoRAConfig:
         sizes = sorted(self._sizes())
-        budget = max(sizes[-1], HELD_IN_MEMORY * sizes[len(sizes) // 2])
+        budget = max(sizes[-1], self._num_in_memory * sizes[len(sizes) // 2])
         return LoRAConfig(
             enable_lora=True,
             max_lora_rank=MAX_RANK,
-            max_num_loras=NUM_SLOTS,
+            max_num_loras=self._num_slots,
             host_memory_bytes=budget,
+            read_timeout_s=READ_TIMEOUT_S,
             drain_timeout_s=DRAIN_TIMEOUT_S,
         )
 
     def _sizes(self) -> Iterator[int]:
         for versions in self._world.versions.values():
-            yield self._quiet.num_bytes(versions[0])
+            yield self._quiet.report(versions[0]).num_bytes
 
 
 def _hiding_place(version: Version) -> Path:

@@ -13,6 +13,18 @@ def test_no_answer_differs_from_a_quiet_run(tmp_path: Path) -> None:
     fuzz = Fuzz(world, QuietRuns(world), seed=0)
     fuzz.run(STEPS)
     # A run in which something never happened has not tried it.
-    for what in ("answers", "load", "replace", "unload", "pin", "unpin", "aborts", "hides", "AdapterLost"):
+    for what in (
+        "answers",
+        "load",
+        "replace",
+        "unload",
+        "pin",
+        "unpin",
+        "aborts",
+        "hides",
+        "renumber",
+        "stalls",
+        "AdapterLost",
+    ):
         assert fuzz.counts[what] > 0, f"{what} never happened: {fuzz.counts}"
     assert fuzz.counts["tokens"] > STEPS / 2

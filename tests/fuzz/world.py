@@ -2,10 +2,13 @@
 
 import random
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -14,6 +17,8 @@ from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.engine import LLMEngine
 from lora_core.engine.request import ScheduledBatch
 from lora_core.messages import GenerateRequest, SamplingParams
+from lora_core.model import LoRAModel
+from lora_core.types import LoadReport
 from tests.factories import ATTENTION_TARGETS, LINEAR_TARGETS, make_adapter, tiny_llama
 
 NUM_NAMES = 12
@@ -65,7 +70,21 @@ class World:
             for index in range(NUM_NAMES)
         }
         draw = random.Random(seed)
+        self.stalled: dict[str, float] = {}
+        """Seconds that reads of an adapter take longer, by its name."""
         self.prompts = [[draw.randrange(64) for _ in range(draw.randint(1, 40))] for _ in range(NUM_PROMPTS)]
+
+    @contextmanager
+    def slow_files(self) -> Iterator[None]:
+        """Within the block, the files of `stalled` adapters are slow to come."""
+        read = LoRAModel.__init__
+
+        def read_slowly(model: LoRAModel, name: str, *args: Any, **kwargs: Any) -> None:
+            time.sleep(self.stalled.get(name, 0.0))
+            read(model, name, *args, **kwargs)
+
+        with patch.object(LoRAModel, "__init__", read_slowly):
+            yield
 
     def _make(self, folder: Path, name: str, number: int, arguments: dict[str, Any]) -> Version:
         version = Version(name, number, folder / f"{name}.{number}", folder / "originals" / f"{name}.{number}")
@@ -80,6 +99,7 @@ class QuietRuns:
     def __init__(self, world: World) -> None:
         self._world = world
         self._known: dict[tuple[Version | None, int], list[int] | None] = {}
+        self._reports: dict[Version, LoadReport] = {}
         self._margins: list[float] = []
         self._engine = LLMEngine(
             engine_config(world, kv_cache_tokens=256), LoRAConfig(enable_lora=True, max_lora_rank=MAX_RANK)
@@ -101,12 +121,17 @@ class QuietRuns:
             self._known[key] = self._run(version, self._world.prompts[prompt])
         return self._known[key]
 
-    def num_bytes(self, version: Version) -> int:
-        """Host memory the adapter takes."""
+    def report(self, version: Version) -> LoadReport:
+        """What a load of the version finds."""
+        if version not in self._reports:
+            self._reports[version] = self._load(version)
+        return self._reports[version]
+
+    def _load(self, version: Version) -> LoadReport:
         response = self._engine.manager.load_adapter(f"{version.label}={version.original}")
         self._engine.manager.unload_adapter(version.label)
         assert response.report is not None, response.message
-        return response.report.num_bytes
+        return response.report
 
     def _run(self, version: Version | None, prompt: Sequence[int]) -> list[int] | None:
         manager = self._engine.manager

@@ -42,7 +42,6 @@ class SlotEngine:
         self._sequence = 0
         self._follower = AdapterFollower(RouterClient(), self._apply, self._id, NUM_SLOTS)
         await self._follower.join()
-        self._follower.start()
         self._report()
 
     async def _apply(self, request: LoRARequest) -> LoRAResponse:
@@ -64,7 +63,7 @@ class SlotEngine:
             return [AdapterRef(name, self._loaded[name]) for name in names]
 
         self._sequence += 1
-        self._follower.report(Residency(self._sequence, refs(self._slots), refs(self._loaded)))
+        self._follower.report(Residency(self._sequence, refs(self._slots), refs(self._loaded), refs(self._loaded)))
 
     async def where(self) -> str:
         """Take a request, as an engine does: its adapter gets a slot. Returns this replica's id."""
@@ -260,7 +259,7 @@ def test_routing_survives_the_router_actor_which_returns_with_its_journal(applic
     assert after.router_id != before.router_id
     assert after.adapters == {name: entry for name, entry in before.adapters.items() if name != "dropped"}
     eventually(lambda: "kept" in application.table().replicas[home].resident)
-    assert "kept" in after.replicas[home].loaded
+    assert "kept" in after.replicas[home].in_memory
     application.load("later", "/later")
     for replica in replicas(application):
         handle = application.engine.options(session_id=f"replica:{replica}")

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from cluster.changes import Change
-from cluster.fleet import Applied, Registration
+from cluster.changes import Change, topic_of
+from cluster.fleet import Outcome, Registration
 from deployments.held_adapters import HeldAdapters
 from deployments.router import AdapterRouter
 from lora_core.types import LoadReport, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
@@ -54,28 +54,27 @@ class Replica:
 
     async def start(self) -> "Replica":
         self.registration = await self.router.register(self.name, self.held.generations, self.held.pinned)
-        applied = Applied()
         for change in self.registration.changes:
-            answers = await self.apply(change)
-            applied.adapters.update(answers.adapters)
-            applied.pins.update(answers.pins)
-        await self.acknowledge(self.registration.epoch, applied)
+            await self.acknowledge(change, self.registration.epoch, await self.apply(change))
+        self.epoch = self.registration.epoch
         self._task = asyncio.create_task(self.follow())
         return self
 
     async def follow(self) -> None:
         while True:
             for change in await self.router.wait_changes(self.name, self.epoch, 0.1):
-                await self.acknowledge(change.epoch, await self.apply(change))
+                await self.acknowledge(change, change.epoch, await self.apply(change))
+                self.epoch = change.epoch
 
-    async def acknowledge(self, epoch: int, applied: Applied) -> None:
-        self.epoch = epoch
-        await self.held.give_up(await self.router.acknowledge(self.name, epoch, applied), "other content")
+    async def acknowledge(self, change: Change, epoch: int, response: LoRAResponse) -> None:
+        outcome = Outcome(topic=topic_of(change.request), epoch=epoch, response=response)
+        for unload in await self.router.acknowledge(self.name, [outcome]):
+            await self.held.give_up(unload, "other content")
 
-    async def apply(self, change: Change) -> Applied:
+    async def apply(self, change: Change) -> LoRAResponse:
         await asyncio.sleep(self.delay_s)
         self.applied.append(change)
-        return await self.held.apply([change])
+        return await self.held.apply(change)
 
     async def ask(self, request: LoRARequest) -> LoRAResponse:
         if request.replace:

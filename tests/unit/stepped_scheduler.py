@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_core.adapter_record import AdapterRecord, FolderStamp
-from lora_core.adapters import AdapterTable, Readiness
+from lora_core.adapters import AdapterTable
 from lora_core.engine.blocks import BlockPool
 from lora_core.engine.request import Request, ScheduledBatch
 from lora_core.engine.scheduler import Scheduler
 from lora_core.errors import AdapterLost
 from lora_core.messages import SamplingParams
+from lora_core.readiness import Readiness
 from lora_core.types import AdapterRef
 
 VOCAB = 251
@@ -53,6 +54,7 @@ class Slots:
         self.wants_slot = self.table.wants_slot
         self.slot_of = self.table.slot_of
         self.is_pinned = self.table.is_pinned
+        self.pinned_without_slot = self.table.pinned_without_slot
         self.num_pins = self.table.num_pins
         self.pin = self.table.pin
         self.unpin = self.table.unpin
@@ -75,6 +77,8 @@ class Slots:
         """What happens between two steps."""
         for ref in list(self._writes):
             self._write(ref)
+        for ref in self.table.pinned_without_slot():
+            self.prepare(ref, take_slot=True)
         if self._reading is None and (job := self.table.next_read()) is not None:
             self.reads.append(job[0])
             self._reading = job[0], self.read_steps

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from cluster.changes import Change
-from cluster.fleet import Applied, Registration, ReplicaUnknown
+from cluster.fleet import Outcome, Registration
 from deployments import adapter_follower
 from deployments.adapter_follower import AdapterFollower
 from deployments.router import AdapterRouter
-from lora_core.errors import ConfigError, EngineDead, RequestTimeout
+from lora_core.channel import NUM_LOADERS
+from lora_core.errors import ConfigError, EngineDead, ReplicaUnknown, RequestTimeout
 from lora_core.messages import Residency
+from lora_core.places import Places
 from lora_core.types import AdapterRef, LoadReport, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 
 
@@ -29,9 +31,22 @@ class Engine:
         self.fault: Exception | None = None
         self.fault_of: LoRAOperation | None = None
         self.content_hash = "as on every node"
+        self.generations: set[int] = set()
+        self.is_late = False
+        """Loads take effect when nobody waits for their answer any more."""
+        self.contents: dict[str, str] = {}
+        """By path, the hash of what is not as `content_hash` says."""
+        self.downloads: dict[str, asyncio.Event] = {}
+        """By path, what its loads wait for."""
+
+    def hold(self, *paths: str) -> None:
+        """Have loads from these paths take for ever, or until their event."""
+        self.downloads.update({path: asyncio.Event() for path in paths})
 
     async def apply(self, request: LoRARequest) -> LoRAResponse:
         await self.gate.wait()
+        if request.lora_path in self.downloads:
+            await self.downloads[request.lora_path].wait()
         if self.dead:
             raise EngineDead("gone")
         if self.fault is not None and self.fault_of in (None, request.operation):
@@ -45,13 +60,19 @@ class Engine:
             return LoRAResponse(LoRAStatus.SUCCESS, "unloaded")
         if request.lora_path is not None and "bad" in request.lora_path:
             return LoRAResponse(LoRAStatus.LOAD_INVALID_ADAPTER, "its files are bad")
-        if request.content_hash not in (None, self.content_hash):
+        found = self.contents.get(request.lora_path or "", self.content_hash)
+        if request.content_hash not in (None, found):
             return LoRAResponse(LoRAStatus.LOAD_INVALID_ADAPTER, "its files are other ones")
         assert request.generation is not None
+        if request.generation in self.generations:
+            return LoRAResponse(LoRAStatus.LOAD_ERROR, "the generation was given to an adapter before")
+        self.generations.add(request.generation)
         self.loaded[request.lora_name] = request.generation
         report = LoadReport(
-            generation=request.generation, content_hash=self.content_hash, num_modules=1, ranks={4: 1}, num_bytes=64
+            generation=request.generation, content_hash=found, num_modules=1, ranks={4: 1}, num_bytes=64
         )
+        if self.is_late:
+            raise RequestTimeout("no answer within 300 s")
         return LoRAResponse(LoRAStatus.SUCCESS, "loaded", report)
 
 
@@ -77,15 +98,12 @@ class Line:
         registration: Registration = await self._call("register", replica_id, holding, pinned)
         return registration
 
-    async def heartbeat(self, replica_id: str) -> None:
-        await self._call("heartbeat", replica_id)
-
     async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]:
         changes: list[Change] = await self._call("wait_changes", replica_id, since_epoch, timeout_s)
         return changes
 
-    async def acknowledge(self, replica_id: str, epoch: int, applied: Applied) -> list[Change]:
-        unloads: list[Change] = await self._call("acknowledge", replica_id, epoch, applied)
+    async def acknowledge(self, replica_id: str, outcomes: list[Outcome]) -> list[Change]:
+        unloads: list[Change] = await self._call("acknowledge", replica_id, outcomes)
         return unloads
 
     async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None:
@@ -113,7 +131,6 @@ class Fleet:
 
     async def join(self) -> None:
         await self.follower.join()
-        self.follower.start()
 
     async def close(self) -> None:
         await self.follower.close()
@@ -195,7 +212,7 @@ async def test_a_replica_with_other_files_than_those_that_were_loaded_meanwhile_
     other.gate.clear()
     follower = AdapterFollower(fleet.line, other.apply, "replica-2", num_slots=4)
     joining = asyncio.create_task(follower.join())
-    await until(lambda: fleet.line.calls == ["register"])
+    await until(lambda: "register" in fleet.line.calls)
     await fleet.follower.join()
     other.gate.set()
     await joining
@@ -216,7 +233,8 @@ async def test_pins_are_applied_and_told_to_a_router_that_restarts(fleet: Fleet)
     late = Engine()
     follower = AdapterFollower(fleet.line, late.apply, "replica-2", num_slots=4)
     await follower.join()
-    assert late.done == [("load", "a"), ("load", "b"), ("pin", "a")]
+    assert sorted(late.done) == [("load", "a"), ("load", "b"), ("pin", "a")]
+    assert late.done.index(("load", "a")) < late.done.index(("pin", "a"))
     await follower.close()
 
 
@@ -225,13 +243,32 @@ async def test_a_load_that_was_not_answered_in_time_does_not_come_into_effect_la
     await fleet.router.load("a", "/old")
     fleet.engine.fault, fleet.engine.fault_of = RequestTimeout("no answer within 300 s"), LoRAOperation.LOAD
     outcome = await fleet.router.load("a", "/new", load_inplace=True)
-    assert outcome.status is LoRAStatus.LOAD_ERROR
+    assert outcome.status is LoRAStatus.UNAVAILABLE
     assert "no answer within 300 s" in outcome.message
     fleet.engine.fault = None
     assert fleet.engine.loaded.keys() == {"a"}
     assert (await fleet.router.load("b", "/b")).status is LoRAStatus.SUCCESS
     # At once by the replica itself, then as the router actor undoes the load everywhere.
     assert fleet.engine.done == [("load", "a"), *[("unload", "a\x1freplacement")] * 2, ("load", "b")]
+
+
+async def test_a_load_that_was_answered_too_late_can_be_repeated(fleet: Fleet) -> None:
+    await fleet.join()
+    outcome = await fleet.router.load("a", "/a")
+    late = Engine()
+    late.is_late = True
+    follower = AdapterFollower(fleet.line, late.apply, "replica-2", num_slots=4)
+    await follower.join()
+    assert late.done == [("load", "a"), ("unload", "a")]
+    assert follower.refusal("a") == "no answer within 300 s"
+    late.is_late = False
+    repeated = await fleet.router.load("a", "/a")
+    assert repeated.message == "adapter 'a' was loaded already"
+    assert (repeated.epoch, repeated.report) == (outcome.epoch, outcome.report)
+    assert follower.refusal("a") is None
+    assert follower._held.generations == {"a": outcome.epoch}
+    assert [state.refused for state in (await fleet.router.table()).replicas.values()] == [frozenset()] * 2
+    await follower.close()
 
 
 async def test_a_router_that_lost_everything_but_its_journal_is_joined_again(fleet: Fleet) -> None:
@@ -323,14 +360,17 @@ async def test_a_replica_forgotten_while_it_joins_joins_again(fleet: Fleet) -> N
     await fleet.restart_router()
     fleet.engine.gate.clear()
     joining = asyncio.create_task(fleet.follower.join())
-    await until(lambda: fleet.line.calls == ["register"])
+    await until(lambda: "register" in fleet.line.calls)
     fleet.settings["lora_paths"] = ["first=/first", "third=/third"]
     await fleet.restart_router()
     fleet.engine.gate.set()
     await asyncio.wait_for(joining, 5)
     assert set((await fleet.router.table()).replicas) == {"replica-1"}
     # What its first router had it load is kept, and only the difference applied.
-    assert fleet.engine.done == [("load", "first"), ("load", "second"), ("unload", "second"), ("load", "third")]
+    assert sorted(fleet.engine.done) == [
+        *[("load", name) for name in ("first", "second", "third")],
+        ("unload", "second"),
+    ]
     assert set(fleet.engine.loaded) == {"first", "third"}
 
 
@@ -354,19 +394,19 @@ async def test_a_dead_engine_ends_the_joining_at_once(fleet: Fleet) -> None:
     await fleet.restart_router()
     fleet.engine.dead = True
     with pytest.raises(EngineDead):
-        await fleet.follower.join()
-    assert fleet.line.calls == ["register"]
+        await asyncio.wait_for(fleet.follower.join(), 1)
+    assert fleet.line.calls.count("register") == 1
 
 
 async def test_a_request_waits_for_the_change_it_needs(fleet: Fleet) -> None:
     await fleet.join()
-    await fleet.follower.wait_for(0, 0)
+    await fleet.follower.wait_for("a", 0, 0)
     fleet.engine.gate.clear()
     load = asyncio.create_task(fleet.router.load("a", "/a"))
     needed = fleet.follower.epoch + 1
-    with pytest.raises(RequestTimeout, match=f"epoch {needed}"):
-        await fleet.follower.wait_for(needed, 0.05)
-    waiting = asyncio.create_task(fleet.follower.wait_for(needed, 5))
+    with pytest.raises(RequestTimeout, match=f"'a' as it is from epoch {needed} on"):
+        await fleet.follower.wait_for("a", needed, 0.05)
+    waiting = asyncio.create_task(fleet.follower.wait_for("a", needed, 5))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     fleet.engine.gate.set()
@@ -399,6 +439,215 @@ async def test_a_forgotten_replica_registers_again_by_itself(fleet: Fleet) -> No
     await fleet.join()
     await fleet.restart_router()
     await until(lambda: fleet.line.calls.count("register") == 2)
-    await fleet.router.heartbeat("replica-1")
+    assert await fleet.router.acknowledge("replica-1", []) == []
     with pytest.raises(ReplicaUnknown):
-        await fleet.router.heartbeat("replica-2")
+        await fleet.router.acknowledge("replica-2", [])
+
+
+# One adapter's slow load
+
+
+async def test_a_load_that_never_ends_delays_no_other_adapter(fleet: Fleet) -> None:
+    await fleet.join()
+    before = await fleet.router.load("before", "/before")
+    fleet.engine.hold("/hub")
+    fleet.engine.contents = {"/a2": "newer"}
+    slow = asyncio.create_task(fleet.router.load("slow", "/hub"))
+    await until(lambda: not fleet.follower._lanes.is_through("slow", before.epoch + 1))
+
+    async def use() -> None:
+        assert (await fleet.router.load("a", "/a")).status is LoRAStatus.SUCCESS
+        assert (await fleet.router.pin("a")).status is LoRAStatus.SUCCESS
+        reload = await fleet.router.load("a", "/a2", load_inplace=True)
+        assert reload.status is LoRAStatus.SUCCESS
+        assert reload.message == "adapter 'a' is replaced on 1 replica(s)"
+        await fleet.follower.wait_for("a", reload.epoch, 1)
+        assert (await fleet.router.unpin("a")).status is LoRAStatus.SUCCESS
+        assert (await fleet.router.unload("before")).status is LoRAStatus.SUCCESS
+        assert (await fleet.router.load("before", "/new")).status is LoRAStatus.SUCCESS
+        assert (await fleet.router.load("bad", "/bad")).status is LoRAStatus.LOAD_INVALID_ADAPTER
+
+    await asyncio.wait_for(use(), 3)
+    table = await fleet.router.table()
+    assert set(table.adapters) == {"a", "before"}
+    assert table.replicas["replica-1"].loaded == {"a", "before"}
+    assert not slow.done()
+    fleet.engine.downloads["/hub"].set()
+    assert (await slow).status is LoRAStatus.SUCCESS
+    assert (await fleet.router.table()).replicas["replica-1"].loaded == {"a", "before", "slow"}
+
+
+async def test_changes_of_one_adapter_stay_in_order(fleet: Fleet) -> None:
+    fleet.settings["change_timeout_s"] = 0.2
+    await fleet.restart_router()
+    await fleet.join()
+    fleet.engine.hold("/hub")
+    assert (await fleet.router.load("a", "/hub")).status is LoRAStatus.UNAVAILABLE
+    # Its name is free, though the replica is still at the load.
+    again = asyncio.create_task(fleet.router.load("a", "/disk"))
+    await asyncio.sleep(0.05)
+    assert fleet.engine.done == []
+    fleet.engine.downloads["/hub"].set()
+    outcome = await again
+    assert outcome.status is LoRAStatus.SUCCESS, outcome.message
+    assert fleet.engine.done == [("load", "a"), ("unload", "a"), ("load", "a")]
+    assert fleet.engine.loaded == {"a": outcome.epoch}
+
+
+async def test_what_is_staged_keeps_its_place_in_the_order_of_the_adapter(fleet: Fleet) -> None:
+    fleet.settings["change_timeout_s"] = 0.3
+    await fleet.restart_router()
+    await fleet.join()
+    await fleet.router.load("a", "/old")
+    staged = "a\x1freplacement"
+    fleet.engine.hold("/new")
+    fleet.engine.contents = {"/newer": "newer"}
+    assert (await fleet.router.load("a", "/new", load_inplace=True)).status is LoRAStatus.UNAVAILABLE
+    swap = asyncio.create_task(fleet.router.load("a", "/newer", load_inplace=True))
+    await asyncio.sleep(0.05)
+    fleet.engine.downloads["/new"].set()
+    assert (await swap).status is LoRAStatus.SUCCESS
+    await until(lambda: fleet.engine.done[-1] == ("unload", staged))
+    assert fleet.engine.done == [
+        ("load", "a"),
+        *[("load", staged), ("unload", staged)],
+        *[("load", staged), ("load", "a"), ("unload", staged)],
+    ]
+
+
+async def test_as_many_loads_run_at_once_as_the_engine_has_loaders(fleet: Fleet) -> None:
+    await fleet.join()
+    names = [f"a{number}" for number in range(NUM_LOADERS + 2)]
+    await asyncio.gather(*(fleet.router.load(name, f"/{name}") for name in names))
+    running, most, engine = 0, 0, Engine()
+
+    async def apply(request: LoRARequest) -> LoRAResponse:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return await engine.apply(request)
+
+    late = AdapterFollower(fleet.line, apply, "replica-2", num_slots=4)
+    await late.join()
+    assert most == NUM_LOADERS
+    assert engine.loaded.keys() == set(names)
+    await late.close()
+
+
+async def test_any_number_of_loads_that_never_end_delay_no_other_adapter_for_long(fleet: Fleet) -> None:
+    fleet.follower._held._places = Places(NUM_LOADERS, patience_s=0.1)
+    await fleet.join()
+    paths = [f"/hub/{number}" for number in range(2 * NUM_LOADERS)]
+    fleet.engine.hold(*paths)
+    slow = [asyncio.create_task(fleet.router.load(path, path)) for path in paths]
+    await asyncio.sleep(0.05)
+    assert (await asyncio.wait_for(fleet.router.load("a", "/a"), 3)).status is LoRAStatus.SUCCESS
+    assert not any(load.done() for load in slow)
+    for path in paths:
+        fleet.engine.downloads[path].set()
+    assert {(await load).status for load in slow} == {LoRAStatus.SUCCESS}
+
+
+async def test_a_late_replica_at_a_slow_load_delays_no_other_adapter_and_serves_when_it_is_done(fleet: Fleet) -> None:
+    await fleet.join()
+    slow = await fleet.router.load("slow", "/hub")
+    await fleet.router.load("fast", "/fast")
+    late = Engine()
+    late.hold("/hub")
+    follower = AdapterFollower(fleet.line, late.apply, "replica-2", num_slots=4)
+    joining = asyncio.create_task(follower.join())
+    await until(lambda: ("load", "fast") in late.done)
+    outcome = await asyncio.wait_for(fleet.router.load("a", "/a"), 2)
+    assert set(outcome.per_replica) == {"replica-1", "replica-2"}
+    assert (await asyncio.wait_for(fleet.router.pin("fast"), 2)).status is LoRAStatus.SUCCESS
+    assert (await asyncio.wait_for(fleet.router.unload("fast"), 2)).status is LoRAStatus.SUCCESS
+    states = (await fleet.router.table()).replicas
+    assert [states[name].loaded for name in ("replica-1", "replica-2")] == [{"a", "slow"}, {"a"}]
+    assert [states[name].refused for name in ("replica-1", "replica-2")] == [frozenset(), {"slow"}]
+    status = await fleet.router.describe("slow")
+    assert status is not None
+    assert status.replicas == {"replica-1": "loaded", "replica-2": "loading"}
+    assert not joining.done(), "it takes no requests before it has everything"
+    late.downloads["/hub"].set()
+    await joining
+    assert late.loaded == {"slow": slow.epoch, "a": outcome.epoch}
+    assert (await fleet.router.table()).replicas["replica-2"].loaded == {"a", "slow"}
+    await follower.close()
+
+
+async def test_a_router_that_restarts_during_a_load_has_it_undone(fleet: Fleet) -> None:
+    await fleet.join()
+    kept = await fleet.router.load("kept", "/kept")
+    fleet.engine.hold("/hub")
+    interrupted = asyncio.create_task(fleet.router.load("slow", "/hub"))
+    queued = asyncio.create_task(fleet.router.load("bad", "/bad"))
+    await queued
+    interrupted.cancel()
+    await fleet.restart_router()
+    # Nobody has been told of the load: the name is free, and others do not wait for it.
+    outcome = await asyncio.wait_for(fleet.router.load("a", "/a"), 2)
+    assert outcome.status is LoRAStatus.SUCCESS
+    again = asyncio.create_task(fleet.router.load("slow", "/other"))
+    await asyncio.sleep(0.05)
+    assert not again.done()
+    fleet.engine.downloads["/hub"].set()
+    slow = await again
+    assert slow.status is LoRAStatus.SUCCESS, slow.message
+    assert fleet.engine.loaded == {"kept": kept.epoch, "a": outcome.epoch, "slow": slow.epoch}
+    changes = [change for change in fleet.engine.done if change[1] == "slow"]
+    assert changes == [("load", "slow"), ("unload", "slow"), ("load", "slow")]
+
+
+async def test_a_router_that_restarts_during_a_late_load_still_has_it_done(fleet: Fleet) -> None:
+    await fleet.join()
+    slow = await fleet.router.load("slow", "/hub")
+    late = Engine()
+    late.hold("/hub")
+    follower = AdapterFollower(fleet.line, late.apply, "replica-2", num_slots=4)
+    joining = asyncio.create_task(follower.join())
+    await until(lambda: fleet.line.calls.count("register") == 2)
+    await asyncio.sleep(0.02)
+    await fleet.restart_router()
+    await until(lambda: fleet.line.calls.count("register") == 4)
+    assert (await asyncio.wait_for(fleet.router.load("a", "/a"), 2)).status is LoRAStatus.SUCCESS
+    late.downloads["/hub"].set()
+    await joining
+    assert late.done.count(("load", "slow")) == 1, "not loaded twice"
+    assert late.loaded["slow"] == slow.epoch
+    assert (await fleet.router.table()).replicas["replica-2"].loaded == {"a", "slow"}
+    await follower.close()
+
+
+async def test_a_pin_under_way_when_the_router_forgot_it_is_taken_back(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.settings["lora_paths"] = ["a=/a"]
+    await fleet.restart_router()
+    await fleet.join()
+    fleet.engine.gate.clear()
+    pin = asyncio.create_task(fleet.router.pin("a"))
+    await until(lambda: not fleet.follower._lanes.is_through("a", fleet.follower.epoch))
+    pin.cancel()
+    fleet.settings["journal"] = str(tmp_path / "another.sqlite")
+    await fleet.restart_router()
+    await until(lambda: fleet.line.calls.count("register") == 2)
+    fleet.engine.gate.set()
+    assert (await fleet.router.load("b", "/b")).status is LoRAStatus.SUCCESS
+    await until(lambda: ("unpin", "a") in fleet.engine.done)
+    assert fleet.follower._held.pinned == frozenset()
+
+
+async def test_an_answer_of_before_a_registration_counts_for_nothing_after_it(fleet: Fleet, tmp_path: Path) -> None:
+    await fleet.join()
+    fleet.engine.hold("/hub")
+    lost = asyncio.create_task(fleet.router.load("a", "/hub"))
+    await until(lambda: not fleet.follower._lanes.is_through("a", fleet.follower.epoch))
+    lost.cancel()
+    fleet.settings["journal"] = str(tmp_path / "another.sqlite")
+    await fleet.restart_router()
+    await until(lambda: fleet.line.calls.count("register") == 2)
+    other = asyncio.create_task(fleet.router.load("a", "/bad"))
+    await asyncio.sleep(0.05)
+    fleet.engine.downloads["/hub"].set()
+    assert (await other).status is LoRAStatus.LOAD_INVALID_ADAPTER
+    await until(lambda: fleet.engine.loaded == {})

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_core.adapter_weights import AdapterWeights, BlockBuffer
+from lora_core import adapter_weights
+from lora_core.adapter_weights import AdapterWeights, BlockBuffer, Destination
 from lora_core.errors import InvalidAdapter
 
 FILE = "adapter_model.safetensors"
@@ -45,6 +46,28 @@ def test_blocks_are_whole_rows(folder: Path, key: str, num_bytes: int) -> None:
     assert all(block.nbytes <= max(num_bytes, row_bytes) for _, block in blocks)
     assert [row for row, _ in blocks] == [sum(len(block) for _, block in blocks[:i]) for i in range(len(blocks))]
     assert torch.equal(torch.cat([expected[:0], *(block for _, block in blocks)]), expected)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100, 2**20])
+@pytest.mark.parametrize("key", ["a", "b", "c", "e"])
+def test_blocks_go_straight_to_their_place(
+    folder: Path, key: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_weights, "_BLOCK_BYTES", num_bytes)
+    expected = tensors()[key]
+    place = torch.full((len(expected) + 2, *expected.shape[1:]), 7, dtype=expected.dtype)
+    destination = place[1:-1]
+    with AdapterWeights(folder) as weights:
+        for row, block in weights.blocks(key, Destination(destination)):
+            assert torch.equal(block, expected[row : row + len(block)])
+            assert block.data_ptr() == destination[row:].data_ptr()
+            assert block.nbytes <= max(num_bytes, expected[:1].nbytes)
+            # What becomes of a block does not change the hash.
+            block.zero_()
+        assert not destination.any()
+        assert (place[0] == 7).all()
+        assert (place[-1] == 7).all()
+        assert weights.content_hash(b"{}") == content_hash(folder)
 
 
 def content_hash(folder: Path, config: bytes = b"{}") -> str:

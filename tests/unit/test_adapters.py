@@ -5,8 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lora_core.adapters import AdapterTable, PinRefused, Readiness
+from lora_core.adapters import AdapterTable
 from lora_core.errors import AdapterLost, AdapterNameTaken, AdapterNotFound
+from lora_core.operator_pins import PinRefused
+from lora_core.readiness import Readiness
 from lora_core.slots import NoFreeSlot
 from lora_core.tiers import READ_AHEAD
 from lora_core.types import AdapterRef
@@ -245,6 +247,24 @@ def test_unloading_what_is_being_written_frees_the_slot() -> None:
 # Host memory
 
 
+def test_what_is_in_host_memory_is_told_with_every_change_and_not_with_every_use() -> None:
+    table = Table(2, host_adapters=2)
+    a, b, c = (table.load(name) for name in "abc")
+    assert table.in_host_memory() == [b, c]
+    version = table.version
+    for ref in (a, b, c, b):
+        table.tensors_of(ref)
+    assert (table.version, table.in_host_memory()) == (version, [b, c])
+    table.acquire("a")
+    table.prepare(a)
+    table.read(a)
+    assert table.version > version
+    assert table.in_host_memory() == [a, b], "what was used before the others made room"
+    table.acquire("b")
+    table.retire("b")
+    assert table.in_host_memory() == [a], "it admits no requests"
+
+
 def test_tensors_beyond_the_budget_are_read_again_in_the_order_of_asking() -> None:
     table = Table(2, host_adapters=2)
     refs = [table.load(name) for name in "abcd"]
@@ -272,7 +292,6 @@ def test_what_is_on_its_way_to_a_slot_is_not_evicted_and_nothing_overtakes_what_
     table.read(a)
     assert table.prepare(a).readiness is Readiness.NO_SLOT
     assert table.prepare(b).readiness is Readiness.READING
-    assert not table.can_read()
     assert table.next_read() is None
     table.unpin(busy)
     assert table.start(a) is Readiness.READY
@@ -427,6 +446,49 @@ def test_a_pinned_adapter_whose_files_are_lost_is_tried_again_when_asked_for() -
     assert table.pinned_without_slot() == [a]
 
 
+def test_a_read_that_takes_too_long_keeps_no_memory_and_nobody_waiting() -> None:
+    table = Table(1, host_adapters=1)
+    stuck, other = table.load("stuck"), table.load("other")
+    table.add("third", record("third"), "third")
+    for ref in (stuck, other):
+        table.acquire(ref.name)
+        assert table.prepare(ref).readiness is Readiness.READING
+    assert table.next_read() is not None
+    assert table.next_read() is None, "there is room for one"
+    table.give_up_read(stuck, "it takes too long")
+    for _ in range(2):
+        with pytest.raises(AdapterLost, match="it takes too long"):
+            table.prepare(stuck)
+    table.read(other)
+    table.check()
+    # What comes late is kept if there is room: now there is none.
+    table.end_read(stuck, "stuck")
+    table.check()
+    assert table.start(other) is Readiness.READY
+    assert table.prepare(stuck).readiness is Readiness.READING
+    table.read(stuck)
+    assert table.status("stuck").tier == "host"
+
+
+def test_a_pinned_adapter_whose_read_takes_too_long_is_tried_again_once_that_has_ended() -> None:
+    table = Table(2, host_adapters=1)
+    stuck = table.load("stuck")
+    table.load("other")
+    table.pin_name("stuck")
+    table.prepare(stuck)
+    assert table.next_read() is not None
+    table.give_up_read(stuck, "it takes too long")
+    assert table.pinned_without_slot() == []
+    table.refresh(stuck, record("stuck"), None)
+    assert table.pinned_without_slot() == []
+    # Loaded again from where it can be read, it need not wait.
+    table.refresh(stuck, record("stuck"), "stuck")
+    assert table.pinned_without_slot() == [stuck]
+    assert table.start(stuck) is Readiness.READY
+    table.end_read(stuck, "stuck")
+    table.check()
+
+
 class AdapterMachine(RuleBasedStateMachine):
     """Requests, loads, unloads, pins, reads and writes in random order, more names than slots or memory hold."""
 
@@ -502,9 +564,7 @@ class AdapterMachine(RuleBasedStateMachine):
 
     @rule()
     def begin_read(self) -> None:
-        can_read = self.table.can_read()
         job = self.table.next_read()
-        assert (job is not None) == can_read
         if job is not None:
             self.reading.append(job[0])
 
@@ -517,6 +577,36 @@ class AdapterMachine(RuleBasedStateMachine):
             self.table.fail_read(ref, AdapterLost("gone"))
         else:
             self.table.end_read(ref, self.weights[ref])
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data())
+    def give_up_read(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(self.reading))
+        self.table.give_up_read(ref, "it takes too long")
+        if self.table.slot_of(ref) is None and self.table.tensors_of(ref) is None and self.table.num_users(ref):
+            for _ in range(2):
+                with pytest.raises(AdapterLost):
+                    self.table.prepare(ref)
+
+    @rule(name=st.sampled_from("abcd"), was_read=st.booleans())
+    def refresh(self, name: str, was_read: bool) -> None:
+        if (found := self.table.find(name)) is not None:
+            self.table.refresh(*found, self.weights[found[0]] if was_read else None)
+
+    @rule(name=st.sampled_from("abcd"))
+    def renumber(self, name: str) -> None:
+        if (found := self.table.find(name)) is not None:
+            ref = self.table.renumber(name, 1000 + self.num_loads)
+            self.weights[ref] = self.weights[found[0]]
+            self.num_loads += 1
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def fail_write(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(self.writing))
+        self.writing.remove(ref)
+        self.table.abandon_write(ref)
+        self.table.lose(ref, AdapterLost("does not fit"))
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())

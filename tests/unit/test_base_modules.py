@@ -111,23 +111,33 @@ def test_an_unknown_module_is_a_key_error() -> None:
         pass
 
 
-def test_a_plain_weight_is_the_models_own_and_a_packed_one_is_unpacked_by_one_thread_at_a_time() -> None:
-    plain, packed = ModelBaseModules(wrapped(TinyLM())), ModelBaseModules(wrapped(with_packed_layers(TinyLM())))
-    q, down = "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"
-    for base, are_exclusive in ((plain, False), (packed, True)):
-        both_open = threading.Barrier(2)
+@pytest.mark.parametrize(
+    ("pack", "room", "meets"),
+    [(False, 0, True), (True, 0, False), (True, 2**28, True)],
+    ids=["plain", "packed, no room for two", "packed"],
+)
+def test_unpacked_weights_take_bounded_memory(
+    pack: bool, room: int, meets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_core.base_modules._UNPACKED_BYTES", room)
+    base = ModelBaseModules(wrapped(with_packed_layers(TinyLM()) if pack else TinyLM()))
+    both_open = threading.Barrier(2)
 
-        def meet(name: str, base: ModelBaseModules = base, both_open: threading.Barrier = both_open) -> bool:
-            with base.open_weight(name):
-                try:
-                    both_open.wait(0.3)
-                except threading.BrokenBarrierError:
-                    return False
-                return True
+    def meet(name: str) -> bool:
+        with base.open_weight(name):
+            try:
+                both_open.wait(5 if meets else 0.3)
+            except threading.BrokenBarrierError:
+                return False
+            return True
 
-        with ThreadPoolExecutor(2) as pool:
-            assert list(pool.map(meet, (q, down))) == [not are_exclusive] * 2
-    with plain.open_weight(q) as first, plain.open_weight(q) as second:
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(meet, ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"))) == [meets] * 2
+
+
+def test_a_plain_weight_is_the_models_own() -> None:
+    base = ModelBaseModules(wrapped(TinyLM()))
+    with base.open_weight("lm_head") as first, base.open_weight("lm_head") as second:
         assert first.stored.data_ptr() == second.stored.data_ptr()
 
 

@@ -72,7 +72,9 @@ def test_a_gain_alone_changes_the_output(tiny_base: Path, tmp_path: Path, base: 
         for key, tensor in tensors.items():
             if "magnitude" in key:
                 name = key.removeprefix(f"{MODEL}.").rpartition(".")[0]
-                tensor.copy_(half.module(name).weight.float().norm(dim=0 if name == "embed_tokens" else 1))
+                tensor.copy_(
+                    half.module(name).get_parameter("weight").float().norm(dim=0 if name == "embed_tokens" else 1)
+                )
 
     edit_weights(tmp_path, as_the_base)
     # The embedding's copy in the file is the unrounded base's.

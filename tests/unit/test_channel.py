@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,9 @@ import pytest
 import torch
 import zmq
 
+from lora_core import channel as channel_module
 from lora_core.channel import (
+    NUM_LOADERS,
     REQUEST_ENDPOINT,
     RESPONSE_ENDPOINT,
     AdapterOperations,
@@ -31,6 +34,7 @@ from lora_core.config import LoRAConfig
 from lora_core.errors import ConfigError, EngineDead, RequestTimeout
 from lora_core.manager import LoRAManagerV3
 from lora_core.messages import AbortRequest, EngineEvent, EngineRequest, GenerateRequest, Residency, StepOutput
+from lora_core.places import Places
 from lora_core.targets import LoRATargetModule
 from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 
@@ -105,7 +109,6 @@ class Engine:
         self.longest_poll_s = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._step, name="step-loop")
-        self.processor.start()
         self._thread.start()
 
     def _step(self) -> None:
@@ -381,6 +384,23 @@ async def test_a_slow_load_holds_up_no_other_adapter(engine: Engine, lora_queue:
     assert (await slow).status is LoRAStatus.SUCCESS
 
 
+async def test_loads_that_block_for_ever_hold_up_no_other_adapter(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "Places", partial(Places, patience_s=0.05))
+    engine, lora_queue = Engine(base), LoRAQueue(base)
+    engine.adapters.gate.clear()
+    engine.adapters.slow = {f"far{index}" for index in range(2 * NUM_LOADERS)}
+    slow = [asyncio.create_task(lora_queue.submit(load_of(name), LONG_S)) for name in sorted(engine.adapters.slow)]
+    await until(lambda: len(engine.adapters.calls) >= NUM_LOADERS)
+    responses = await asyncio.gather(*(lora_queue.submit(load_of(f"near{index}"), LONG_S) for index in range(20)))
+    assert all(response.status is LoRAStatus.SUCCESS for response in responses)
+    assert not any(task.done() for task in slow)
+    assert (await lora_queue.submit(unload_of("near1"), LONG_S)).status is LoRAStatus.SUCCESS
+    engine.adapters.gate.set()
+    assert all(response.status is LoRAStatus.SUCCESS for response in await asyncio.gather(*slow))
+    await lora_queue.close()
+    engine.close()
+
+
 async def test_only_loads_that_ask_for_the_same_share_one(engine: Engine, lora_queue: LoRAQueue) -> None:
     engine.adapters.gate.clear()
     same = load_of("x", "/x", 7)
@@ -481,7 +501,6 @@ async def test_a_name_that_is_none(engine: Engine, lora_queue: LoRAQueue, name: 
 def test_polling_says_whether_it_did_something(base: str) -> None:
     adapters = Adapters()
     processor = LoRARequestProcessor(adapters, base)
-    processor.start()
     assert not processor.process_lora_requests()
     sender = MessageSender(endpoint(base, "lora_request"), bind=True)
     receiver: MessageReceiver[tuple[str, LoRAResponse]] = MessageReceiver(

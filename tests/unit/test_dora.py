@@ -1,6 +1,7 @@
 """DoRA adapters: equal to PEFT with the base's weights unmerged, or refused."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,14 @@ def test_a_vector_without_its_pair(folder: Path, base: PlainBase) -> None:
         load(folder, base=base)
 
 
+def with_tensor(key: str, tensor: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**tensors, key: tensor}
+
+
 def test_two_vectors_of_one_module(folder: Path, base: PlainBase) -> None:
     twin = f"{Q}.lora_magnitude_vector.weight"
     for other in (torch.ones(64), torch.ones(64, dtype=torch.bfloat16), torch.ones(1, 64)):
-        edit_weights(folder, lambda tensors, other=other: tensors.update({twin: other}))
+        edit_weights(folder, partial(with_tensor, twin, other))
         with pytest.raises(InvalidAdapter, match=rf"{Q}.lora_magnitude_vector and {twin} are the same part of one"):
             load(folder, base=base)
 

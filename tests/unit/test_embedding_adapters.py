@@ -127,6 +127,21 @@ def test_they_are_refused_where_they_are_not_served(both: Path) -> None:
         load(both, projections=LINEAR_PROJECTIONS)
 
 
+def test_the_setting_is_named_only_where_it_would_help(folder: Path) -> None:
+    without_head = {name: shape for name, shape in PROJECTIONS.items() if name != "lm_head"}
+    with pytest.raises(
+        InvalidAdapter, match=r"does not adapt \(it adapts .* and embed_tokens\): \S*lm_head"
+    ) as refusal:
+        load(folder, projections=without_head)
+    assert "adapt_embeddings" not in str(refusal.value)
+    # The head's tensors in the form of an embedding's would be refused with the setting, too.
+    rename(folder, lambda key: key.replace("lm_head.lora_A.weight", "lm_head.lora_embedding_A"))
+    drop(folder, f"{HEAD}.lora_B.weight", f"{EMBEDDING}.lora_embedding_A", f"{EMBEDDING}.lora_embedding_B")
+    with pytest.raises(InvalidAdapter, match=r"embedding on a linear layer .*lm_head") as refusal:
+        load(folder, projections=LINEAR_PROJECTIONS)
+    assert "adapt_embeddings" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -168,7 +183,7 @@ def test_a_form_of_another_kind_of_layer(folder: Path, old: str, new: str) -> No
     ("key", "shape", "expected"),
     [
         (f"{EMBEDDING}.lora_embedding_A", (4, 64), r"\[4, 64\], expected \[4, 128\]"),
-        (f"{EMBEDDING}.lora_embedding_A", (128, 4), r"rank 128 is larger than max_lora_rank 16"),
+        (f"{EMBEDDING}.lora_embedding_A", (128, 4), r"\[128, 4\], expected \[4, 128\]"),
         (f"{EMBEDDING}.lora_embedding_B", (4, 64), r"\[4, 64\], expected \[64, 4\]"),
         (f"{HEAD}.lora_B.weight", (130, 4), r"\[130, 4\], expected \[128, 4\]"),
     ],
@@ -262,6 +277,15 @@ def test_saved_embeddings_that_cannot_be_compared_are_refused(folder: Path, base
 
 # Tied pairs
 
+TIED_ONLY: list[dict[str, Any]] = [
+    {},
+    {"rank_pattern": {"lm_head": 2}, "target_modules": ["lm_head"]},
+    {"exclude_modules": ["lm_head"], "target_modules": ["lm_head"]},
+    {"layers_to_transform": [0], "target_modules": ["model.embed_tokens"]},
+    {"init_lora_weights": "orthogonal"},
+]
+"""Configs that mean the head only because the embedding is tied to it."""
+
 
 def tie(folder: Path) -> Path:
     """Make the head's pair the transpose of the embedding's, as PEFT saves it with `ensure_weight_tying`."""
@@ -305,17 +329,45 @@ def test_a_tied_head_has_the_embeddings_rank_and_the_scale_of_its_own(
     torch.testing.assert_close(adapted_logits(bases["tied"], adapter), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [{"rank_pattern": {"lm_head": 2}, "target_modules": ["lm_head"]}, {}], ids=str)
+def test_a_tied_head_is_adapted_whichever_layers_are_transformed(
+    tiny_base: Path, folder: Path, bases: dict[str, PlainBase]
+) -> None:
+    edit_config(tie(folder), layers_to_transform=[1], exclude_modules=["lm_head"])
+    adapter = load(folder, base=bases["tied"])
+    assert adapter.ranks.keys() == {"embed_tokens", "lm_head", "layers.1.self_attn.q_proj"}
+    expected = reference_logits(tiny_base, folder, PROMPT)
+    torch.testing.assert_close(adapted_logits(bases["tied"], adapter), expected, rtol=1e-4, atol=1e-4)
+    # Without the embedding's own tensors PEFT would take them from the head's.
+    edit_config(folder, target_modules=["q_proj", "lm_head"])
+    drop(folder, f"{EMBEDDING}.lora_embedding_A", f"{EMBEDDING}.lora_embedding_B")
+    with pytest.raises(InvalidAdapter, match="ensure_weight_tying is true, and the files do not hold"):
+        load(folder, base=bases["tied"])
+
+
+@pytest.mark.parametrize("fields", TIED_ONLY, ids=str)
 def test_a_head_that_only_a_tied_base_has_is_refused_on_another(
     folder: Path, bases: dict[str, PlainBase], fields: dict[str, Any]
 ) -> None:
-    """PEFT ties nothing there: it would want another rank, or drop the pair of a head that is not targeted."""
+    """PEFT ties nothing there: it would want another rank, or drop the pair of a head the config does not mean."""
     edit_config(tie(folder), **fields)
     edit_config(folder, target_modules=["q_proj", "embed_tokens", *fields.get("target_modules", ())])
     drop(folder, f"{EMBEDDING}.base_layer.weight", f"{HEAD}.base_layer.weight")
     assert load(folder, base=bases["tied"]).ranks["lm_head"] == 4
     with pytest.raises(InvalidAdapter, match=r"ensure_weight_tying is true.*this base's are not tied"):
         load(folder, base=bases["untied"])
+
+
+@pytest.mark.parametrize("init", ["orthogonal", "mica"])
+def test_initialisations_that_untie_pairs_are_served(
+    tiny_base: Path, tmp_path: Path, bases: dict[str, PlainBase], init: str
+) -> None:
+    """PEFT replaces the pair it has tied by one of the module's own, when it loads the adapter too."""
+    targets = ("q_proj", "embed_tokens")
+    make_adapter(tiny_base, tmp_path, targets=targets, ensure_weight_tying=True, init_lora_weights=init)
+    expected = reference_logits(tiny_base, tmp_path, PROMPT)
+    adapter = load(tmp_path, base=bases["tied"])
+    assert "lm_head" in adapter.ranks
+    torch.testing.assert_close(adapted_logits(bases["tied"], adapter), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_ranks_apart_on_an_untied_base_are_served(untied_base: Path, tmp_path: Path) -> None:

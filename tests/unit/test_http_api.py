@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from cluster.entry import AdapterEntry
-from cluster.fleet import AdapterStatus, LoadOutcome
+from cluster.fleet import AdapterInFleet, LoadOutcome
 from deployments.adapter_card import status_body
 from deployments.generation import GenerateChunk
 from deployments.http_api import events, http_app
@@ -143,12 +143,12 @@ async def test_a_load_answers_with_what_it_found(
 
 def test_an_adapters_card_tells_its_state_in_the_fleet() -> None:
     entry = AdapterEntry(name="a", path="/a", generation=7, state="ready", content_hash="abc", pinned=True)
-    status = AdapterStatus(entry=entry, report=None, replicas={"r0": "resident", "r1": "refused: other files"})
+    status = AdapterInFleet(entry=entry, report=None, replicas={"r0": "slot", "r1": "refused: other files"})
     assert status_body(status) == {
         "generation": 7,
         "content_hash": "abc",
         "pinned": True,
-        "replicas": {"r0": "resident", "r1": "refused: other files"},
+        "replicas": {"r0": "slot", "r1": "refused: other files"},
         "report": None,
     }
 
@@ -162,6 +162,7 @@ def test_an_adapters_card_tells_its_state_in_the_fleet() -> None:
         (LoRAStatus.LOAD_INVALID_ADAPTER, "invalid_adapter", 400),
         (LoRAStatus.PIN_NAME_NONEXISTENT, "model_not_found", 404),
         (LoRAStatus.PIN_ERROR, "adapter_conflict", 409),
+        (LoRAStatus.UNAVAILABLE, "engine_unavailable", 503),
         (LoRAStatus.LOAD_ERROR, None, 500),
         (LoRAStatus.UNLOAD_ERROR, None, 500),
         (LoRAStatus.UNSPECIFIED_ERROR, None, 500),

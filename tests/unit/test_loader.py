@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_core import manager as manager_module
+from lora_core import adapter_reader as reader_module
 from lora_core.model import LoRAModel
 from lora_core.store import AdapterStore
 from lora_core.targets import LoRATargetModule
@@ -63,7 +63,7 @@ def test_an_unforeseen_fault_is_an_answer_and_a_log_entry(
     def full_disk(*args: Any, **kwargs: Any) -> LoRAModel:
         raise MemoryError("no room for it")
 
-    monkeypatch.setattr(manager_module, "LoRAModel", full_disk)
+    monkeypatch.setattr(reader_module, "LoRAModel", full_disk)
     response = make_manager().load_adapter(f"a={folders['full']}")
     assert response.status is LoRAStatus.LOAD_ERROR
     assert "MemoryError: no room for it" in response.message
@@ -253,7 +253,7 @@ def slow_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], Cal
             assert gate.wait(30)
             super().__init__(name, *args, **kwargs)
 
-    monkeypatch.setattr(manager_module, "LoRAModel", SlowModel)
+    monkeypatch.setattr(reader_module, "LoRAModel", SlowModel)
     yield reads, gate.set
     gate.set()
 

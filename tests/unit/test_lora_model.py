@@ -254,16 +254,20 @@ def test_a_copy_of_a_base_weight_is_ignored(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "shape"),
+    ("key", "shape", "expected"),
     [
-        ("base_model.model.lm_head.base_layer.weight", (128, 65)),
-        ("base_model.model.model.layers.0.self_attn.k_proj.base_layer.weight", (64, 64)),
-        ("base_model.model.model.norm.base_layer.weight", (64,)),
+        ("base_model.model.lm_head.base_layer.weight", (128, 65), r"shape \[128, 65\], expected \[128, 64\]"),
+        (
+            "base_model.model.model.layers.0.self_attn.k_proj.base_layer.weight",
+            (64, 64),
+            r"shape \[64, 64\], expected \[32, 64\]",
+        ),
+        ("base_model.model.model.norm.base_layer.weight", (64,), r"shape \[64\], expected no such copy"),
     ],
 )
-def test_a_copy_of_another_shape_is_refused(folder: Path, key: str, shape: tuple[int, ...]) -> None:
+def test_a_copy_of_another_shape_is_refused(folder: Path, key: str, shape: tuple[int, ...], expected: str) -> None:
     edit_weights(folder, lambda tensors: tensors.update({key: torch.ones(shape)}))
-    with pytest.raises(InvalidAdapter, match=rf"copies of base weights of another shape.*{key}"):
+    with pytest.raises(InvalidAdapter, match=rf"copies of base weights of another shape.*{key} \({expected}\)"):
         load(folder)
 
 
@@ -385,6 +389,26 @@ def test_a_tensor_without_a_place_is_named(folder: Path, key: str, reason: str) 
     assert key in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (
+            "layers.0.mlp.router.lora_A.weight",
+            "(it adapts self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj, mlp.gate_proj, "
+            "mlp.up_proj, mlp.down_proj in each layer, and embed_tokens and lm_head): layers.0.mlp.router",
+        ),
+        ("layers.2.self_attn.q_proj.lora_A.weight", "(it has 2, counted from 0): layers.2."),
+        ("layers.0.self_attn.q_proj.lora_embedding_A", "(expected lora_embedding_A and lora_embedding_B of embed_toke"),
+        ("embed_tokens.lora_A.weight", "(expected lora_embedding_A and lora_embedding_B of embed_tokens, lora_A and"),
+    ],
+)
+def test_a_tensor_without_a_place_is_told_what_has_one(folder: Path, key: str, expected: str) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({key: torch.ones(4, 64)}))
+    with pytest.raises(InvalidAdapter) as refusal:
+        load(folder)
+    assert expected in str(refusal.value)
+
+
 def test_all_tensors_without_a_place_are_listed(folder: Path) -> None:
     rename(folder, lambda key: key.replace("self_attn", "attention").replace("mlp", "feed_forward"))
     with pytest.raises(InvalidAdapter) as refusal:
@@ -420,6 +444,12 @@ def test_rank_over_the_limit_names_both_numbers(tiny_base: Path, tmp_path: Path)
     with pytest.raises(InvalidAdapter, match=r"up_proj.*rank 24 is larger than max_lora_rank 16"):
         load(tmp_path)
     assert load(tmp_path, max_rank=24).rank == 24
+
+
+def test_a_transposed_tensor_is_not_called_a_large_rank(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({f"{Q}.lora_A.weight": torch.ones(64, 4)}))
+    with pytest.raises(InvalidAdapter, match=r"lora_A.weight: shape \[64, 4\], expected \[4, 64\] \(rank 4 by"):
+        load(folder)
 
 
 def test_rank_of_the_file_must_be_the_configs(folder: Path) -> None:
@@ -461,7 +491,7 @@ def test_a_lone_tensor_is_named(folder: Path) -> None:
 def test_two_adapters_in_one_file(folder: Path) -> None:
     twin = f"{Q}.lora_A.other.weight"
     edit_weights(folder, lambda tensors: tensors.update({twin: torch.ones(4, 64)}))
-    with pytest.raises(InvalidAdapter, match=r"lora_A.other.weight and .*lora_A.weight are the same part of one module"):
+    with pytest.raises(InvalidAdapter, match=r"A.other.weight and .*lora_A.weight are the same part of one"):
         load(folder)
     edit_weights(folder, lambda tensors: {k.replace("_A.weight", "_A.one.weight"): t for k, t in tensors.items()})
     drop(folder, f"{Q}.lora_A.one.weight")
@@ -628,5 +658,22 @@ def test_projections_may_be_named_by_their_path(tiny_base: Path, tmp_path: Path)
     make_adapter(tiny_base, tmp_path, targets=("o_proj",))
     adapter = load(tmp_path, projections={"self_attn.o_proj": (64, 64)})
     assert set(adapter.ranks) == {"layers.0.self_attn.o_proj", "layers.1.self_attn.o_proj"}
-    with pytest.raises(InvalidAdapter, match="modules this server does not adapt"):
+    assert adapter.target_modules == ("o_proj",)
+    with pytest.raises(
+        InvalidAdapter, match=r"modules this server does not adapt \(it adapts mlp.o_proj in each layer\)"
+    ):
         load(tmp_path, projections={"mlp.o_proj": (64, 64)})
+    with pytest.raises(ValueError, match=r"self_attn.q_proj has 96 outputs, but 4 heads of 16"):
+        load(tmp_path, projections={"self_attn.q_proj": (96, 64)})
+
+
+@pytest.mark.parametrize("name", ["o_proj", "self_attn.o_proj"])
+@pytest.mark.parametrize("path", ["o_proj", "mlp.o_proj", "cross.self_attn.o_proj", "self_attn.experts.0.o_proj"])
+def test_a_projection_is_where_the_decoder_has_it_and_nowhere_else(
+    tiny_base: Path, tmp_path: Path, name: str, path: str
+) -> None:
+    make_adapter(tiny_base, tmp_path, targets=("o_proj",))
+    assert len(load(tmp_path, projections={name: (64, 64)}).ranks) == 2
+    rename(tmp_path, lambda key: key.replace("layers.1.self_attn.o_proj", f"layers.1.{path}"))
+    with pytest.raises(InvalidAdapter, match=rf"modules this server does not adapt .*layers.1.{path}.lora_A.weight"):
+        load(tmp_path, projections={name: (64, 64)})

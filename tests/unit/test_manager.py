@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_core.errors import AdapterNotFound, LoRADisabled
+from lora_core.errors import AdapterLost, AdapterNotFound, LoRADisabled
 from lora_core.layers import LoRAModelWrapper, lora_parameters
 from lora_core.manager import LoRAManagerV3
 from lora_core.slot_write import SlotWrite
@@ -202,7 +202,7 @@ def test_a_failed_write_leaves_no_slot_behind(folders: dict[str, Path], monkeypa
 
     monkeypatch.setattr(SlotWrite, "advance", fail)
     for put in (manager.activate_adapter, manager.prepare):
-        with pytest.raises(RuntimeError, match="device lost"):
+        with pytest.raises(AdapterLost, match="RuntimeError: device lost"):
             put(wide)
         assert manager.can_activate(wide)
         assert not manager.is_writing

@@ -163,7 +163,7 @@ def test_bad_value_is_refused_by_name(tmp_path: Path, key: str, value: Any) -> N
             "eva_config": None,
             "inference_mode": True,
             "layer_replication": None,
-            "megatron_config": None,
+            "megatron_config": {},
             "megatron_core": "megatron.core",
             "modules_to_save": [],
             "peft_version": "0.21.2@UNKNOWN",

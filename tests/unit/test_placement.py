@@ -25,7 +25,7 @@ def fleets(draw: st.DrawFn) -> list[ReplicaView]:
             in_flight=draw(st.integers(0, 12)),
             capacity=draw(st.integers(1, 12)),
             resident=draw(NAMES),
-            loaded=draw(NAMES),
+            in_memory=draw(NAMES),
             refused=draw(NAMES),
             loading=draw(NAMES),
             num_slots=draw(st.integers(0, 3)),
@@ -78,8 +78,8 @@ def test_the_cap_is_a_multiple_of_the_mean() -> None:
 def test_a_resident_replica_is_preferred_until_it_is_above_the_cap() -> None:
     def first(in_flight: int) -> str:
         fleet = [
-            ReplicaView("holds", in_flight=in_flight, resident=frozenset("a"), loaded=frozenset("a")),
-            ReplicaView("idle", in_flight=6, loaded=frozenset("a")),
+            ReplicaView("holds", in_flight=in_flight, resident=frozenset("a"), in_memory=frozenset("a")),
+            ReplicaView("idle", in_flight=6, in_memory=frozenset("a")),
         ]
         return rank("a", fleet, PlacementSettings(wait_ms=0.1))[0]
 
@@ -91,7 +91,7 @@ def test_a_resident_replica_is_preferred_until_it_is_above_the_cap() -> None:
 def test_where_the_queue_costs_more_than_a_load_the_adapter_gets_a_second_replica() -> None:
     fleet = [
         ReplicaView("holds", in_flight=20, resident=frozenset("a")),
-        ReplicaView("idle", in_flight=15, loaded=frozenset("a")),
+        ReplicaView("idle", in_flight=15, in_memory=frozenset("a")),
     ]
     patient, hasty = PlacementSettings(wait_ms=1, load_cap=0), PlacementSettings(wait_ms=50, load_cap=0)
     assert rank("a", fleet, patient)[0] == "holds"
@@ -118,12 +118,12 @@ def test_what_a_load_costs_depends_on_where_the_adapter_is_and_on_the_slots() ->
     a, others = frozenset("a"), frozenset({"x", "y"})
     assert load_ms(ReplicaView("r", resident=a)) == 0
     assert load_ms(ReplicaView("r", loading=a)) == 0
-    assert load_ms(ReplicaView("r", loaded=a)) == SETTINGS.load_ms
+    assert load_ms(ReplicaView("r", in_memory=a)) == SETTINGS.load_ms
     assert load_ms(ReplicaView("r")) == SETTINGS.fetch_ms
-    full = ReplicaView("r", loaded=a, num_slots=2, num_slots_used=2)
+    full = ReplicaView("r", in_memory=a, num_slots=2, num_slots_used=2)
     assert load_ms(full) == SETTINGS.load_ms + SETTINGS.evict_ms
     # Two loads under way take the two free slots: the third waits for both, and evicts.
-    busy = ReplicaView("r", loaded=a, num_slots=2, num_slots_used=0, loading=others)
+    busy = ReplicaView("r", in_memory=a, num_slots=2, num_slots_used=0, loading=others)
     assert load_ms(busy) == 3 * SETTINGS.load_ms + SETTINGS.evict_ms
 
 

@@ -15,7 +15,8 @@ from cluster import changes as changes_module
 from cluster.changes import Change
 from cluster.fingerprint import folder_fingerprint
 from cluster.journal import session_journal
-from cluster.registry import AdapterRegistry, staged_name
+from cluster.names import staged_name
+from cluster.registry import AdapterRegistry
 from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, ConfigError, LoRAFleetError
 from lora_core.types import LoadReport, LoRAOperation
 
@@ -335,12 +336,14 @@ def test_a_replacement_is_loaded_beside_what_it_replaces_and_takes_its_place_at_
 
 def test_a_replacement_of_files_known_to_be_served_is_none() -> None:
     registry = AdapterRegistry()
-    registry.begin_load("a", "/a", "files of then")
+    look, others = "0" * 32, "2" * 32
+    registry.begin_load("a", "/a", f"{look}-1")
     registry.commit_load("a")
-    assert registry.begin_replace("a", "/a", "files of then") is None
-    staging = registry.begin_replace("a", "/a", None)
-    assert staging is not None, "no one knows"
-    registry.rollback_load(staging.request.lora_name)
+    assert registry.begin_replace("a", "/a", f"{look}-1") is None
+    for found in (None, look, f"{look}-2", f"{others}-1"):
+        staging = registry.begin_replace("a", "/a", found)
+        assert staging is not None, "no one knows"
+        registry.rollback_load(staging.request.lora_name)
     loading = registry.begin_replace("new", "/n")
     assert loading is not None
     assert loading.request.lora_name == "new", "there is nothing to replace"
@@ -398,7 +401,12 @@ def test_pins_are_bounded_idempotent_and_journalled(tmp_path: Path) -> None:
     assert not again.entries["a"].pinned, "a pin ends with what was pinned"
 
 
-def test_a_new_run_expects_the_content_of_files_that_are_as_they_were(tmp_path: Path) -> None:
+def test_a_new_run_expects_the_content_of_files_that_are_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The files were written some time ago.
+    clock = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: clock() + 3 * 10**9)
     journal = tmp_path / "journal.sqlite"
     paths = {name: adapter_folder(tmp_path / name, b"old") for name in ("same", "changed", "gone")}
     first = AdapterRegistry(journal, run="1")

@@ -107,7 +107,9 @@ def table_of(**states: ReplicaState) -> FleetTable:
 
 def holds(*adapters: str, num_slots: int = 4) -> ReplicaState:
     names = frozenset(adapters)
-    return ReplicaState(resident=names, loaded=names, num_slots=num_slots, num_slots_used=len(names), sequence=1)
+    return ReplicaState(
+        resident=names, in_memory=names, loaded=names, num_slots=num_slots, num_slots_used=len(names), sequence=1
+    )
 
 
 def request(adapter: str = "", *, session: str = "", internal_id: str | None = None) -> PendingRequest:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from cluster.changes import Change
-from cluster.fleet import Applied, LoadOutcome, ReplicaUnknown
-from lora_core.errors import ConfigError
+from cluster.fleet import LoadOutcome
+from lora_core.errors import ConfigError, ReplicaUnknown, RequestTimeout
 from lora_core.messages import Residency
-from lora_core.types import AdapterRef, LoRAStatus
+from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 from tests.unit.router_fleet import Replica, fleet, make_router, names, refuse_all, settled
 
 
@@ -155,14 +155,14 @@ async def test_five_hundred_cycles_leave_nothing_behind() -> None:
             assert (await router.unload(f"a{i % 7}")).status is LoRAStatus.SUCCESS
         assert replica.holding == {}
         (member,) = router._members.live
-        assert (member.words, member.pin_words) == ({}, {})
+        assert (member.words, member.behind) == ({}, set())
         assert router._operations.is_idle
 
 
 async def test_without_replicas_a_load_fails_and_registers_nothing() -> None:
     router = make_router(lease_s=0.1)
     outcome = await router.load("a", "/a")
-    assert outcome.status is LoRAStatus.LOAD_ERROR
+    assert outcome.status is LoRAStatus.UNAVAILABLE
     assert "no replica is running" in outcome.message
     async with fleet(router, Replica(router, "r0")) as (replica,):
         assert replica.applied == []
@@ -195,7 +195,7 @@ async def test_when_every_replica_dies_during_a_load_it_is_undone() -> None:
         await asyncio.sleep(0.05)
         await dying.stop()
         outcome = await asyncio.wait_for(load, 3)
-        assert outcome.status is LoRAStatus.LOAD_ERROR
+        assert outcome.status is LoRAStatus.UNAVAILABLE
         assert "died" in outcome.message
         assert not router._registry.entries
 
@@ -206,45 +206,28 @@ async def test_a_live_replica_that_never_answers_is_waited_for_a_bounded_time() 
     class Mute(Replica):
         async def follow(self) -> None:
             while True:
-                await self.router.heartbeat(self.name)
-                await asyncio.sleep(0.1)
+                await self.router.wait_changes(self.name, router._registry.epoch, 0.1)
 
     async with fleet(router, Replica(router, "r0"), Mute(router, "mute")) as (good, _):
         outcome = await asyncio.wait_for(router.load("a", "/a"), 2)
-        assert outcome.status is LoRAStatus.LOAD_ERROR
+        assert outcome.status is LoRAStatus.UNAVAILABLE
         assert "mute" in outcome.message
         assert "change_timeout_s" in outcome.message
         await settled(lambda: good.holding == {})
 
 
-async def test_heartbeats_keep_a_replica_that_is_long_at_work() -> None:
+async def test_waiting_for_changes_keeps_a_replica_that_is_long_at_work() -> None:
     router = make_router(lease_s=0.2)
 
     class Busy(Replica):
-        async def apply(self, change: Change) -> Applied:
+        async def apply(self, change: Change) -> LoRAResponse:
             for _ in range(6):
-                await asyncio.sleep(0.1)
-                await self.router.heartbeat(self.name)
+                assert await self.router.wait_changes(self.name, change.epoch, 0.1) == []
             return await super().apply(change)
 
     async with fleet(router, Busy(router, "busy")):
         outcome = await router.load("a", "/a")
         assert (outcome.status, list(outcome.per_replica)) == (LoRAStatus.SUCCESS, ["busy"])
-
-
-async def test_an_acknowledgement_without_a_result_is_no_success() -> None:
-    router = make_router()
-
-    class Terse(Replica):
-        async def follow(self) -> None:
-            while True:
-                for change in await self.router.wait_changes(self.name, self.epoch, 0.1):
-                    await self.acknowledge(change.epoch, Applied())
-
-    async with fleet(router, Terse(router, "terse")):
-        outcome = await router.load("a", "/a")
-        assert outcome.status is LoRAStatus.LOAD_ERROR
-        assert "terse" in outcome.message
 
 
 async def test_a_cancelled_caller_leaves_a_load_to_complete() -> None:
@@ -297,6 +280,23 @@ async def test_a_replica_that_joins_during_a_load_takes_part_in_it() -> None:
         await late.stop()
 
 
+async def test_a_refusal_of_the_adapter_counts_for_more_than_a_replica_that_did_not_answer() -> None:
+    router = make_router()
+
+    def time_out(request: LoRARequest) -> LoRAResponse | None:
+        if request.operation is LoRAOperation.LOAD:
+            raise RequestTimeout("no answer within 300 s")
+        return None
+
+    refuse = refuse_all(LoRAStatus.LOAD_INVALID_ADAPTER, "rank 64 is above 16")
+    async with fleet(router, Replica(router, "r0", time_out), Replica(router, "r1", refuse)) as (_, strict):
+        outcome = await router.load("a", "/a")
+        assert outcome.status is LoRAStatus.LOAD_INVALID_ADAPTER, "trying again cannot help"
+        assert "no answer within 300 s" in outcome.message
+        strict.refuse = lambda _: None
+        assert (await router.load("a", "/a")).status is LoRAStatus.UNAVAILABLE
+
+
 async def test_a_late_replica_that_cannot_load_a_served_adapter_is_shown_as_refusing_it() -> None:
     router = make_router()
     async with fleet(router, Replica(router, "r0")):
@@ -314,8 +314,7 @@ async def test_unknown_and_expired_replicas_are_told_to_register() -> None:
     router = make_router(lease_s=0.1)
     for call in (
         router.wait_changes("ghost", 0, 1),
-        router.heartbeat("ghost"),
-        router.acknowledge("ghost", 0, Applied()),
+        router.acknowledge("ghost", []),
         router.report_residency("ghost", Residency(1, [], []), 1),
     ):
         with pytest.raises(ReplicaUnknown, match="ghost"):
@@ -348,11 +347,25 @@ async def test_residency_is_published_for_the_generations_now_served() -> None:
         table = await router.table()
         assert (table.replicas["r0"].resident, table.replicas["r0"].sequence) == (frozenset(), -1)
         stale, current = AdapterRef("b", 1), AdapterRef("a", generation)
-        await router.report_residency("r0", Residency(5, [current, stale], [current]), 4)
+        await router.report_residency("r0", Residency(5, [current, stale], [current], [stale, current]), 4)
         state = (await router.watch(table.version, 1)).replicas["r0"]
         assert state.resident == {"a"}
+        assert state.in_memory == {"a"}
         assert state.loaded == {"a", "b"}, "acknowledged, if not reported yet"
         assert (state.num_slots, state.num_slots_used, state.sequence) == (4, 2, 5)
+
+
+async def test_where_a_replica_has_an_adapter_is_told() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")):
+        ref = AdapterRef("a", (await router.load("a", "/a")).epoch)
+        tiers = []
+        for sequence, (slot, host) in enumerate([([], []), ([], [ref]), ([ref], [ref]), ([ref], [])]):
+            await router.report_residency("r0", Residency(sequence, slot, [ref], host), 4)
+            described = await router.describe("a")
+            assert described is not None
+            tiers.append((described.replicas["r0"], "a" in (await router.table()).replicas["r0"].in_memory))
+        assert tiers == [("disk", False), ("host", True), ("slot", True), ("slot", False)]
 
 
 async def test_reports_that_arrive_late_are_ignored() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 
 from cluster.fleet import LoadOutcome
 from deployments.router import AdapterRouter
-from lora_core.types import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
+from lora_core.errors import LoRAFleetError, RequestTimeout
+from lora_core.messages import Residency
+from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 from tests.unit.router_fleet import Replica, fleet, make_router, names, refuse_all, settled
 
 
@@ -115,7 +118,12 @@ async def test_in_place_loads_a_name_that_is_new() -> None:
         assert (outcome.status, operations(replica)) == (LoRAStatus.SUCCESS, ["load"])
 
 
-async def test_content_that_is_served_already_is_no_new_generation(tmp_path: Path) -> None:
+async def test_content_that_is_served_already_is_no_new_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The files were written some time ago.
+    clock = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: clock() + 3 * 10**9)
     folder = tmp_path / "a"
     folder.mkdir()
     weights = folder / "adapter_model.safetensors"
@@ -178,7 +186,7 @@ async def test_a_replica_that_cannot_swap_serves_neither_generation() -> None:
         repeated = await router.load("a", "/new")
         assert repeated.status is LoRAStatus.SUCCESS
         assert "r1" not in repeated.message, "a repeated load lets it try again"
-        assert bad.holding == {"a": outcome.epoch}
+        assert bad.held.generations == {"a": outcome.epoch}
         assert bad.held.refusal("a") is None
         assert (await router.table()).replicas["r1"].refused == frozenset()
 
@@ -308,6 +316,18 @@ async def test_of_two_replicas_that_start_with_other_static_files_the_second_doe
     assert status is not None
     assert "(other)" in status.replicas["r1"]
     assert "(of /a)" in status.replicas["r1"]
+    # Its engine gives no generation twice, and has had this one.
+    replicas[1].disk = {}
+    assert (await router.load("a", "/a")).message == "adapter 'a' was loaded already"
+    generation = table.adapters["a"].generation
+    assert [replica.held.generations for replica in replicas] == [{"a": generation}] * 2
+    held = replicas[1].engine["a"]
+    assert held.content_hash == "of /a"
+    assert held.generation != generation
+    resident = [AdapterRef("a", held.generation)]
+    residency = replicas[1].held.as_fleet(Residency(1, resident, resident, resident))
+    assert residency.resident == residency.loaded == residency.in_memory == [AdapterRef("a", generation)]
+    assert (await router.table()).replicas["r1"].loaded == {"a"}
     await asyncio.gather(*(replica.stop() for replica in replicas))
     await router.close()
 
@@ -425,8 +445,31 @@ async def test_a_replica_that_does_not_serve_an_adapter_does_not_keep_it_from_be
         await late.start()
         await first.stop()
         await settled(lambda: len(router._members.live) == 1)
-        assert (await router.unpin("a")).status is LoRAStatus.PIN_ERROR
+        outcome = await router.unpin("a")
+        assert (outcome.status, "no replica serves it now" in outcome.message) == (LoRAStatus.UNAVAILABLE, True)
         await late.stop()
+
+
+async def test_a_pin_that_is_not_answered_is_no_conflict() -> None:
+    router = make_router(change_timeout_s=0.3)
+
+    def fail(request: LoRARequest) -> LoRAResponse | None:
+        if request.operation is LoRAOperation.PIN:
+            raise error
+        return None
+
+    async with fleet(router, Replica(router, "r0", fail), Replica(router, "r1")) as (failing, other):
+        await router.load("a", "/a")
+        statuses = []
+        for error in (RequestTimeout("no answer within 5 s"), LoRAFleetError("a fault"), ValueError("another")):
+            outcome = await router.pin("a")
+            assert str(error) in outcome.message
+            statuses.append(outcome.status)
+        assert statuses == [LoRAStatus.UNAVAILABLE, LoRAStatus.UNSPECIFIED_ERROR, LoRAStatus.UNSPECIFIED_ERROR]
+        failing.refuse, other.delay_s = (lambda _: None), 1
+        outcome = await router.pin("a")
+        assert (outcome.status, "change_timeout_s" in outcome.message) == (LoRAStatus.UNAVAILABLE, True)
+        assert not (await router.table()).adapters["a"].pinned
 
 
 # Many at once

@@ -290,6 +290,33 @@ def test_the_budget_ends_a_call(monkeypatch: pytest.MonkeyPatch, small_chunks: i
     assert 4 * small_chunks <= total - write.num_bytes_left < 4 * 3 * small_chunks
 
 
+@pytest.mark.parametrize(("budget_s", "is_complete"), [(0.05, True), (0.008, False)])
+def test_a_step_that_wrote_for_most_of_its_time_completes_no_slot(
+    monkeypatch: pytest.MonkeyPatch, small_chunks: int, budget_s: float, is_complete: bool
+) -> None:
+    server = Server()
+    ticks = count()
+    write = server.inputs.begin_write(0, ADAPTERS["narrow"])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) * 0.001)
+    assert write.advance(budget_s) is is_complete
+    spent_s = (next(ticks) - 1) * 0.001
+    assert 0.004 < spent_s < 0.008
+    assert write.num_bytes_left == 0
+    assert (server.live(0) != []) is is_complete
+    assert write.advance(budget_s)
+    assert_holds(server, 0, "narrow")
+
+
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+def test_ranks_of_a_slot_change_from_adapter_to_adapter(in_inference_mode: bool) -> None:
+    server = Server()
+    names = ("attention", "dora", "everything", "attention", "attention", "narrow", "dora")
+    for index, name in enumerate(names):
+        with torch.inference_mode((index % 2 == 1) == in_inference_mode):
+            server.put(0, name)
+        assert_holds(server, 0, name)
+
+
 def test_an_adapter_that_does_not_fit_is_refused_and_the_slot_stays() -> None:
     server = Server()
     server.put(0, "everything")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from lora_core import manager as manager_module
-from lora_core.adapters import Readiness
+from lora_core import adapter_reader as reader_module
 from lora_core.config import LoRAConfig
 from lora_core.errors import AdapterLost, AdapterNotFound
 from lora_core.inputs import LoRAInputs
 from lora_core.manager import LoRAManagerV3
 from lora_core.model import LoRAModel
+from lora_core.readiness import Readiness
 from lora_core.slot_write import Move, SlotWrite
 from lora_core.slots import NoFreeSlot
 from lora_core.types import AdapterRef, LoRAStatus
@@ -48,10 +48,16 @@ def num_bytes(folder: Path) -> int:
     return manager.loras["a"].num_bytes
 
 
-def small_manager(host_memory_bytes: int, num_slots: int = 2) -> LoRAManagerV3:
+def small_manager(host_memory_bytes: int, num_slots: int = 2, read_timeout_s: float = 60) -> LoRAManagerV3:
     """A manager with a model and this much host memory."""
     manager = LoRAManagerV3(
-        LoRAConfig(enable_lora=True, max_lora_rank=RANK, max_num_loras=num_slots, host_memory_bytes=host_memory_bytes),
+        LoRAConfig(
+            enable_lora=True,
+            max_lora_rank=RANK,
+            max_num_loras=num_slots,
+            host_memory_bytes=host_memory_bytes,
+            read_timeout_s=read_timeout_s,
+        ),
         "base",
         torch.float32,
         n_heads=2,
@@ -112,7 +118,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
             assert reads.gate.wait(30)
             super().__init__(name, *args, **kwargs)
 
-    monkeypatch.setattr(manager_module, "LoRAModel", SlowModel)
+    monkeypatch.setattr(reader_module, "LoRAModel", SlowModel)
     yield reads
     reads.gate.set()
 
@@ -338,10 +344,38 @@ def test_a_write_that_cannot_begin_frees_its_slot(folders: dict[str, Path], monk
     monkeypatch.setattr(LoRAInputs, "begin_write", misfit)
     manager = small_manager(2**30, num_slots=1)
     (full,) = load(manager, folders, "full")
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(AdapterLost, match="could not be written into a slot: ValueError: a tensor does not fit"):
         manager.prepare(full)
     manager.check()
     assert manager.slot_of(full) is None
+
+
+def test_a_write_that_fails_between_steps_is_told_to_those_who_wait(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = small_manager(2**30, num_slots=2)
+    full, _, idle = load(manager, folders, "full", "wide", "second")
+    manager.release(idle)
+    manager.pin_adapter("second")
+    manager.advance(0.0)
+    assert manager.prepare(full) is Readiness.WRITING or manager.is_writing
+
+    def fail(self: SlotWrite, budget_s: float | None) -> bool:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SlotWrite, "advance", fail)
+    for _ in range(3):
+        manager.advance(1.0)
+        manager.check()
+    with pytest.raises(AdapterLost, match="could not be written into a slot: RuntimeError: out of memory"):
+        come_to(manager, full)
+    # Nobody asks for the pinned one: it is not tried for ever.
+    assert not manager.pinned_without_slot()
+    monkeypatch.undo()
+    come_to(manager, full, Readiness.READY)
+    assert manager.pin_adapter("second").status is LoRAStatus.SUCCESS
+    manager.advance(None)
+    assert manager.is_active_lora("second")
 
 
 # Pins
@@ -487,3 +521,86 @@ def test_threads_load_replace_pin_and_unload_while_requests_are_prepared(folders
     assert manager.residency() == ([], [])
     assert manager.retired() == []
     manager.check()
+
+
+# Files that take too long
+
+
+class DeadMount:
+    """Reads of some adapters block, as from a file server that is gone, until it is mended."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.blocked: list[str] = []
+        self.mended = threading.Event()
+
+
+@pytest.fixture
+def dead_mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeadMount]:
+    mount = DeadMount()
+
+    class BlockingModel(LoRAModel):
+        def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
+            if name in mount.names:
+                mount.blocked.append(name)
+                assert mount.mended.wait(30)
+            super().__init__(name, *args, **kwargs)
+
+    monkeypatch.setattr(reader_module, "LoRAModel", BlockingModel)
+    yield mount
+    mount.mended.set()
+    wait_until(lambda: not any(thread.name == "lora-reader" for thread in threading.enumerate()))
+
+
+def test_reads_that_block_for_ever_hold_up_others_for_a_bounded_time(
+    folders: dict[str, Path], dead_mount: DeadMount
+) -> None:
+    manager = small_manager(2 * num_bytes(folders["full"]), num_slots=1, read_timeout_s=0.2)
+    refs = load(manager, dict.fromkeys("abcdef", folders["full"]), *"abcdef")
+    dead_mount.names = {"a", "b", "c"}
+    lost: dict[str, list[str]] = {name: [] for name in "abcdef"}
+    ready: set[str] = set()
+    started = time.monotonic()
+    while ready != {"d", "e", "f"} or not all(lost[name] for name in "abc"):
+        assert time.monotonic() < started + 20, (ready, lost)
+        manager.advance(None)
+        for ref in refs:
+            if ref.name in ready:
+                continue
+            try:
+                if manager.prepare(ref) is Readiness.READY:
+                    ready.add(ref.name)
+                    manager.release(ref)
+            except AdapterLost as error:
+                lost[ref.name].append(str(error))
+        manager.wait(0.005)
+        manager.check()
+    assert not any(lost[name] for name in "def")
+    assert sorted(dead_mount.blocked) == ["a", "b", "c"], "each blocks one thread, however often it is asked for"
+    assert all(word in lost["a"][0] for word in ("'a'", "longer than 0.2 s", "lora_config.read_timeout_s"))
+    dead_mount.mended.set()
+    wait_until(lambda: not any(thread.name == "lora-reader" for thread in threading.enumerate()))
+    for ref in refs[:3]:
+        come_to(manager, ref, Readiness.READY)
+        manager.release(ref)
+
+
+def test_an_adapter_whose_read_blocks_is_unloaded_and_loaded_again_at_once(
+    folders: dict[str, Path], dead_mount: DeadMount
+) -> None:
+    manager = small_manager(num_bytes(folders["full"]), num_slots=1, read_timeout_s=0.1)
+    old, _ = load(manager, dict.fromkeys("ab", folders["full"]), *"ab")
+    dead_mount.names = {"a"}
+    assert manager.prepare(old) is Readiness.READING
+    wait_until(lambda: bool(dead_mount.blocked))
+    manager.release(old)
+    assert manager.unload_adapter("a").status is LoRAStatus.SUCCESS
+    dead_mount.names.clear()
+    time.sleep(0.15)
+    manager.advance(None)
+    (new,) = load(manager, {"a": folders["full"]}, "a")
+    come_to(manager, new, Readiness.READY)
+    dead_mount.mended.set()
+    wait_until(lambda: not any(thread.name == "lora-reader" for thread in threading.enumerate()))
+    manager.check()
+    assert manager.status("a").generation == new.generation

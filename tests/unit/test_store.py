@@ -183,10 +183,10 @@ def test_what_the_hub_does_not_have(hub: LoopbackHub, tmp_path: Path, source: st
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (["adapter_model.bin"], "has adapter_model.bin and no adapter_model.safetensors: pickled weights are never"),
-        ([], r"the repo has no adapter_model.safetensors$"),
+        (["adapter_model.bin"], "found adapter_model.bin and no adapter_model.safetensors: pickled weights are nev"),
+        ([], "the repo has no weights to serve: no adapter_model.safetensors: the adapter's weights are missing$"),
         (["x/adapter_model.safetensors"], "x/adapter_model.safetensors is in a sub-folder"),
-        (["a.safetensors", "b.safetensors"], "has a.safetensors, b.safetensors without adapter_model.safetensors.i"),
+        (["a.safetensors", "b.safetensors"], "found a.safetensors, b.safetensors without adapter_model.safetensors.i"),
         (["adapter_model-00001-of-00002.safetensors"], "without adapter_model.safetensors.index.json"),
     ],
 )
@@ -202,9 +202,10 @@ def test_a_repo_without_weights_that_are_served(
 @pytest.mark.parametrize(
     ("index", "reason"),
     [
-        (b"{", "is not a safetensors index"),
-        (b"[]", "is not a safetensors index"),
-        (b'{"weight_map": {"x": "../y.safetensors"}}', "names ../y.safetensors, which the repo does not have"),
+        (b"{", "index.json: not a safetensors index"),
+        (b"[]", "index.json: not a safetensors index"),
+        (b'{"weight_map": {"x": "../y.safetensors"}}', "names '../y.safetensors', expected a .* in the same folder"),
+        (b'{"weight_map": {"x": "y.safetensors"}}', "names y.safetensors, which the repo does not have"),
     ],
 )
 def test_a_wrong_index(hub: LoopbackHub, tmp_path: Path, index: bytes, reason: str) -> None:

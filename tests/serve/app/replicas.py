@@ -7,6 +7,7 @@ import time
 import httpx
 import psutil
 
+from cluster.schema import RouterSettings
 from deployments.launcher import Served
 
 
@@ -22,6 +23,8 @@ def replica_processes(served: Served) -> list[psutil.Process]:
 
 async def wait_until_healed(http: httpx.AsyncClient, served: Served, gone: int, timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
+    # Until its lease ends the dead one counts, beside the process that is starting in its place.
+    await asyncio.sleep(RouterSettings().lease_s)
     while time.monotonic() < deadline:
         pids = [process.pid for process in replica_processes(served)]
         health = (await http.get("/health")).json()

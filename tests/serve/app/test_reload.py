@@ -146,7 +146,7 @@ async def check_a_late_replica_with_other_files(
     healed = await load(http, folder, load_inplace=True)
     assert healed.status_code == 200, healed.text
     field = await lora_field(http)
-    assert {state.partition(":")[0] for state in field["replicas"].values()} <= {"resident", "loaded"}
+    assert {state.partition(":")[0] for state in field["replicas"].values()} <= {"slot", "host", "loaded"}
     assert field["pinned"]
     assert await tokens_of(http) != tokens
 

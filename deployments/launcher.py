@@ -19,6 +19,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from cluster.base_model import locate_base_model
 from deployments.local_cluster import LocalCluster, port_is_free, ray_command, stop_session
+from deployments.ray_internals import forget_cluster
 from deployments.serve_config import ServeConfig, read_serve_config
 from lora_core.errors import ConfigError, LoRAFleetError
 
@@ -107,7 +108,7 @@ def deployed(
             _follow_until_healthy(served, report)
             yield served
         finally:
-            ray.shutdown()
+            forget_cluster()
             stop_session(process)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.serve import context as serve_context
 from ray.serve._private.common import ReplicaID
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
@@ -28,6 +29,7 @@ __all__ = [
     "ReplicaID",
     "RunningReplica",
     "actor_name",
+    "forget_cluster",
     "session_folder",
     "session_name",
 ]
@@ -50,6 +52,16 @@ def session_folder() -> Path | None:
     # Set by `ray.init` and, in a worker, before anything of ours runs; None in a Ray Client.
     node = ray._private.worker._global_node
     return Path(node.get_session_dir_path()) if ray.is_initialized() and node is not None else None
+
+
+def forget_cluster() -> None:
+    """Leave the Ray cluster this process joined as a driver, if it did, and all that Serve remembers of it.
+
+    Serve keeps its controller's handle past `ray.shutdown`, and takes it for that of the next cluster if the number of
+    the driver's job is the same there.
+    """
+    ray.shutdown()
+    serve_context._disconnect()
 
 
 class ExactRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped

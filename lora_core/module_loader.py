@@ -103,9 +103,12 @@ class _Work:
 
 
 def thread_count(num_elements: int) -> int:
-    """How many threads an adapter of so many values is worth: one for a small one, a few where there are cores."""
+    """How many threads an adapter of so many values is worth: one for a small one, a few where there are cores.
+
+    A core is left to the step loop: on two cores a second thread here doubled a stream's usual gap (`bench_load`).
+    """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MAX_THREADS, affinity, 2 * num_elements // _BYTES_PER_THREAD))
+    return max(1, min(_MAX_THREADS, affinity - 1, 2 * num_elements // _BYTES_PER_THREAD))
 
 
 def _yield_to_the_step_loop() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lora_core.adapter_weights import SERVED_DTYPES, TensorInfo, list_keys
+from lora_core.config import MAX_LORA_RANK
 from lora_core.errors import InvalidAdapter
 from lora_core.module_patterns import ModuleRule, invalid_config
 from lora_core.peft_config import PeftConfig
@@ -375,10 +376,10 @@ def _plan(
     out_features, in_features = base.modules[a.module.name]
     info = tensors[a.key]
     if len(info.shape) == 2 and info.shape[0] == rank > max_lora_rank:
-        raise InvalidAdapter(
-            f"{a.key}: rank {rank} is larger than max_lora_rank {max_lora_rank}; "
-            "raise lora_config.max_lora_rank, or train a smaller rank"
-        )
+        advice = f"train a smaller rank, at most {MAX_LORA_RANK} can be served"
+        if rank <= MAX_LORA_RANK:
+            advice = "raise lora_config.max_lora_rank, or train a smaller rank"
+        raise InvalidAdapter(f"{a.key}: rank {rank} is larger than max_lora_rank {max_lora_rank}; {advice}")
     expected: dict[str, tuple[int, ...]] = {a.key: (rank, in_features), b.key: (out_features, rank)}
     if magnitude is not None:
         expected[magnitude.key] = (out_features,)

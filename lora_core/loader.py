@@ -210,7 +210,8 @@ def _success(ref: AdapterRef, record: AdapterRecord, note: str) -> LoRAResponse:
 
 def _taken(name: str, folder: Path, rest: str) -> AdapterNameTaken:
     return AdapterNameTaken(
-        f"LoRA adapter {name!r} is already loaded from {folder}; unload it first, load with replace, or {rest}"
+        f"LoRA adapter {name!r} is already loaded from {folder}; "
+        f"unload it first, load in place (load_inplace), or {rest}"
     )
 
 

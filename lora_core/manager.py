@@ -170,7 +170,8 @@ class LoRAManagerV3:
             num_users = self._table.retire(name)
         except AdapterNotFound as error:
             return LoRAResponse(LoRAStatus.UNLOAD_NAME_NONEXISTENT, str(error))
-        rest = f"; {num_users} request(s) in progress will finish with it" if num_users else ""
+        drain = f"may finish with it within {self.config.drain_timeout_s:g} s (lora_config.drain_timeout_s)"
+        rest = f"; {num_users} request(s) in progress {drain}" if num_users else ""
         return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} unloaded successfully{rest}")
 
     def pin_adapter(self, name: str) -> LoRAResponse:

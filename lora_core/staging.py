@@ -306,5 +306,5 @@ def _lost(ref: AdapterRef, record: AdapterRecord, found: str) -> AdapterLost:
     source = "" if str(record.path) in found else f" from {record.path}"
     return AdapterLost(
         f"LoRA adapter {ref.name!r} is not in memory, and could not be read again{source}: {found}; "
-        "put its files back or load it again, with replace if they are meant to be other ones"
+        "put its files back or load it again, in place (load_inplace) if they are meant to be other ones"
     )

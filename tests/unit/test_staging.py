@@ -260,7 +260,7 @@ def test_files_changed_after_the_load_are_not_served(folders: dict[str, Path]) -
     content = manager.loras["full"].content_hash
     assert manager.status("full").tier == "disk"
     save_adapter(folders["full"], random_pairs(99, 4), 8.0)
-    with pytest.raises(AdapterLost, match=rf"other files.*{content[:12]}.*load it again, with replace"):
+    with pytest.raises(AdapterLost, match=rf"other files.*{content[:12]}.*load it again, in place"):
         come_to(manager, full, Readiness.READY)
     response = manager.load_adapter(f"full={folders['full']}", replace=True)
     assert response.status is LoRAStatus.SUCCESS

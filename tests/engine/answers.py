@@ -1,6 +1,6 @@
 """Ask an engine for answers to known prompts, step it, and gather what it says."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.engine import LLMEngine
 from lora_core.messages import GenerateRequest, SamplingParams, TokenDelta
 from lora_core.types import LoRAStatus
+from tests.factories import reference_tokens
 
 NUM_TOKENS = 14
 PROMPTS = {size: [(size * 31 + place * 17) % 128 for place in range(size)] for size in (1, 3, 7, 12, 20, 33)}
@@ -93,3 +94,16 @@ def assert_nothing_left(engine: LLMEngine) -> None:
         assert "in progress" not in response.message
         assert engine.manager.slot_of(ref) is None
     engine.check_invariants()
+
+
+def peft_answers(base: Path, adapters: Names) -> Callable[[str | None, int], list[int]]:
+    """Answers of PEFT (or of transformers for None) to one of PROMPTS, each computed once."""
+    known: dict[tuple[str | None, int], list[int]] = {}
+
+    def answer(name: str | None, size: int) -> list[int]:
+        if (name, size) not in known:
+            folder = None if name is None else adapters[name]
+            known[name, size] = reference_tokens(base, folder, PROMPTS[size], NUM_TOKENS)
+        return known[name, size]
+
+    return answer

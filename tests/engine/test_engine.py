@@ -20,7 +20,6 @@ from lora_core.messages import GenerateRequest
 from lora_core.types import LoRAStatus
 from tests.engine.answers import (
     NUM_TOKENS,
-    PROMPTS,
     Answer,
     Answers,
     Names,
@@ -28,9 +27,10 @@ from tests.engine.answers import (
     assert_nothing_left,
     finish,
     make_engine,
+    peft_answers,
     step,
 )
-from tests.factories import make_adapter, reference_tokens
+from tests.factories import make_adapter
 
 Start = Callable[..., LLMEngine]
 Reference = Callable[[str | None, int], list[int]]
@@ -47,15 +47,7 @@ def adapters(tiny_base: Path, tiny_adapters: Names, tmp_path_factory: pytest.Tem
 @pytest.fixture(scope="module")
 def reference(tiny_base: Path, adapters: Names) -> Reference:
     """The answer of PEFT (or of transformers for None) to one of PROMPTS."""
-    known: dict[tuple[str | None, int], list[int]] = {}
-
-    def answer(name: str | None, size: int) -> list[int]:
-        if (name, size) not in known:
-            folder = None if name is None else adapters[name]
-            known[name, size] = reference_tokens(tiny_base, folder, PROMPTS[size], NUM_TOKENS)
-        return known[name, size]
-
-    return answer
+    return peft_answers(tiny_base, adapters)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from lora_core.slot_write import SlotWrite
 from lora_core.types import LoRAStatus
 from tests.engine.answers import (
     NUM_TOKENS,
-    PROMPTS,
     Answer,
     Answers,
     Names,
@@ -26,9 +25,9 @@ from tests.engine.answers import (
     assert_nothing_left,
     finish,
     make_engine,
+    peft_answers,
     step,
 )
-from tests.factories import reference_tokens
 
 Start = Callable[..., LLMEngine]
 Reference = Callable[[str | None, int], list[int]]
@@ -37,15 +36,7 @@ Reference = Callable[[str | None, int], list[int]]
 @pytest.fixture(scope="module")
 def reference(tiny_base: Path, tiny_adapters: Names) -> Reference:
     """The answer of PEFT (or of transformers for None) to one of PROMPTS."""
-    known: dict[tuple[str | None, int], list[int]] = {}
-
-    def answer(name: str | None, size: int) -> list[int]:
-        if (name, size) not in known:
-            folder = None if name is None else tiny_adapters[name]
-            known[name, size] = reference_tokens(tiny_base, folder, PROMPTS[size], NUM_TOKENS)
-        return known[name, size]
-
-    return answer
+    return peft_answers(tiny_base, tiny_adapters)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,9 @@ def sgmv_embed(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing
         sgmv_embed_cpu(ids, a_stack, b_stack, y, routing)
         return
     planes = torch.ops.lora_fleet.sgmv_gather(ids, a_stack, routing.tiles, routing.block_m)
-    torch.ops.lora_fleet.sgmv_expand(planes, b_stack, y, routing.tiles, routing.block_m, [y.shape[1]])
+    torch.ops.lora_fleet.sgmv_expand(
+        planes, b_stack, y, routing.tiles, routing.block_m, routing.max_groups, [y.shape[1]]
+    )
 
 
 def _check(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.pieces import Batch, Segment, cut
-from kernels.tuning import row_tile
+from kernels.tuning import num_tiles, row_tile
 
 # Parts of the device buffer start at multiples of 16 bytes, so that a launch always specialises the same way.
 _ALIGN = 4
@@ -40,7 +40,8 @@ class Routing:
         ranks: int32 `[num_slots]`, true rank of each slot's adapter (the largest over its modules); 0 if empty.
         slot_ranks: The same on the host.
         tiles: int32 `[num_tiles, 4]` rows of `(slot, row0, row_end, rank)`: at most `block_m` rows of one group
-            each, unused ones with slot -1; None where the step runs without a tile table (CPU).
+            each; then the base rows, with slot -1; then unused ones, with slot -1 and no rows. None where the step
+            runs without a tile table (CPU).
         block_m: Rows a tile covers; 0 without tiles.
         buffer: int32, the memory the device tensors above are views of.
     """
@@ -92,15 +93,14 @@ class Routing:
 
         It is on the same device and has as many slots and groups at most.
         """
-        max_groups = self.lora_ids.shape[0]
         return build_routing(
             [group.slot for group in self.groups],
             [0, *(bisect_left(rows, group.stop) for group in self.groups)],
             self.slot_ranks,
             num_rows=len(rows),
-            max_groups=max_groups,
+            max_groups=self.max_groups,
             device=self.buffer.device,
-            block_m=row_tile(len(rows), max_groups) if self.block_m else 0,
+            block_m=row_tile(len(rows), self.max_groups) if self.block_m else 0,
         )
 
     def _part(self, slots: frozenset[int]) -> "Routing | None":
@@ -110,6 +110,11 @@ class Routing:
         if slots not in self._parts:
             self._parts[slots] = replace(self, groups=tuple(g for g in self.groups if g.slot in slots))
         return self._parts[slots]
+
+    @property
+    def max_groups(self) -> int:
+        """Most groups any step can have."""
+        return self.lora_ids.shape[0]
 
     @cached_property
     def max_rank(self) -> int:
@@ -148,7 +153,10 @@ def build_routing(
     end = grouped_offsets[-1]
     if block_m is None:
         block_m = 0 if device.type == "cpu" else row_tile(num_rows, max_groups)
-    tile_rows = tile_table(groups, slot_ranks, block_m, num_tiles(num_rows, max_groups, block_m)) if block_m else []
+    tile_rows = []
+    if block_m:
+        length = num_tiles(num_rows, max_groups, block_m)
+        tile_rows = tile_table([*groups, Group(-1, end, num_rows)], [*slot_ranks, 0], block_m, length)
 
     host: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -177,17 +185,11 @@ def build_routing(
     )
 
 
-def num_tiles(num_rows: int, max_groups: int, block_m: int) -> int:
-    """Most tiles of `block_m` rows that any routing of `num_rows` rows over `max_groups` groups needs.
-
-    Every group may end in a partial tile, so the worst case is one row in each group and the rest in whole tiles.
-    """
-    groups = min(num_rows, max_groups)
-    return groups + (num_rows - groups) // block_m
-
-
 def tile_table(groups: Sequence[Group], slot_ranks: Sequence[int], block_m: int, length: int) -> list[int]:
-    """Cut groups into tiles `(slot, row0, row_end, rank)`, flattened and filled up to `length` tiles of slot -1."""
+    """Cut groups into tiles `(slot, row0, row_end, rank)`, flattened and filled up to `length` with empty ones.
+
+    Base rows may be a last group of slot -1, where `slot_ranks` has a 0 for them at its end.
+    """
     table = [
         field
         for slot, start, stop in groups

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.schedule import Routing
 from kernels.sgmv_cpu import sgmv_cpu
-from kernels.tuning import shrink_tile
+from kernels.tuning import StepShape, device_name, shrink_tile
 
 MAX_SLICES = 3
 """Most projections one fused site can have on a device (query, key and value)."""
@@ -52,8 +52,10 @@ def sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routin
     if routing.tiles is None:
         sgmv_cpu(x, a_stack, b_stack, y, routing, slices)
         return
-    planes = torch.ops.lora_fleet.sgmv_shrink(x, a_stack, routing.tiles, routing.block_m, len(slices))
-    torch.ops.lora_fleet.sgmv_expand(planes, b_stack, y, routing.tiles, routing.block_m, slices)
+    planes = torch.ops.lora_fleet.sgmv_shrink(
+        x, a_stack, routing.tiles, routing.block_m, routing.max_groups, len(slices)
+    )
+    torch.ops.lora_fleet.sgmv_expand(planes, b_stack, y, routing.tiles, routing.block_m, routing.max_groups, slices)
 
 
 def sgmv_shrink(x: Tensor, a_stack: Tensor, routing: Routing, projections: int) -> Tensor:
@@ -78,7 +80,9 @@ def sgmv_shrink(x: Tensor, a_stack: Tensor, routing: Routing, projections: int) 
     _check_shrink(x, a_stack, routing, projections)
     if routing.tiles is None:
         return reference.sgmv_shrink(x, a_stack, routing, projections)
-    planes: Tensor = torch.ops.lora_fleet.sgmv_shrink(x, a_stack, routing.tiles, routing.block_m, projections)
+    planes: Tensor = torch.ops.lora_fleet.sgmv_shrink(
+        x, a_stack, routing.tiles, routing.block_m, routing.max_groups, projections
+    )
     return planes
 
 
@@ -113,7 +117,7 @@ def sgmv_expand(planes: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, sl
     if routing.tiles is None:
         reference.sgmv_expand(planes, b_stack, y, routing, slices)
         return
-    torch.ops.lora_fleet.sgmv_expand(planes, b_stack, y, routing.tiles, routing.block_m, slices)
+    torch.ops.lora_fleet.sgmv_expand(planes, b_stack, y, routing.tiles, routing.block_m, routing.max_groups, slices)
 
 
 def _fit(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence[int]) -> bool:
@@ -205,41 +209,45 @@ def _check_pair(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, slices: 
         )
 
 
-def _triton_shrink(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, projections: int) -> Tensor:
+def _triton_shrink(
+    x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, max_groups: int, projections: int
+) -> Tensor:
     from kernels.sgmv_launch import shrink_launch
 
-    planes, launch = shrink_launch(x, a_stack, tiles, block_m, projections)
+    planes, launch = shrink_launch(x, a_stack, tiles, block_m, max_groups, projections)
     launch.run()
     return planes
 
 
 def _triton_expand(
-    planes: Tensor, b_stack: Tensor, y: Tensor, tiles: Tensor, block_m: int, slices: Sequence[int]
+    planes: Tensor, b_stack: Tensor, y: Tensor, tiles: Tensor, block_m: int, max_groups: int, slices: Sequence[int]
 ) -> None:
     from kernels.sgmv_launch import expand_launch
 
-    expand_launch(planes, b_stack, y, tiles, block_m, slices).run()
+    expand_launch(planes, b_stack, y, tiles, block_m, max_groups, slices).run()
 
 
-def _fake_shrink(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, projections: int) -> Tensor:
+def _fake_shrink(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, max_groups: int, projections: int) -> Tensor:
     width = a_stack.shape[1]
-    tile = shrink_tile(tiles.shape[0], block_m, width // projections, projections, x.shape[1], x.element_size())
+    step = StepShape(device_name(x.device), x.shape[0], max_groups, block_m)
+    tile = shrink_tile(step, width // projections, projections, x.shape[1], x.element_size())
     return x.new_empty((tile.splits, x.shape[0], width), dtype=torch.float32)
 
 
 def _fake_expand(
-    planes: Tensor, b_stack: Tensor, y: Tensor, tiles: Tensor, block_m: int, slices: Sequence[int]
+    planes: Tensor, b_stack: Tensor, y: Tensor, tiles: Tensor, block_m: int, max_groups: int, slices: Sequence[int]
 ) -> None:
     return None
 
 
 # Triton is imported at the first launch, so that the CPU path needs none (there is no Triton for macOS).
 torch.library.define(
-    "lora_fleet::sgmv_shrink", "(Tensor x, Tensor a_stack, Tensor tiles, int block_m, int projections) -> Tensor"
+    "lora_fleet::sgmv_shrink",
+    "(Tensor x, Tensor a_stack, Tensor tiles, int block_m, int max_groups, int projections) -> Tensor",
 )
 torch.library.define(
     "lora_fleet::sgmv_expand",
-    "(Tensor planes, Tensor b_stack, Tensor(y!) y, Tensor tiles, int block_m, int[] slices) -> ()",
+    "(Tensor planes, Tensor b_stack, Tensor(y!) y, Tensor tiles, int block_m, int max_groups, int[] slices) -> ()",
 )
 torch.library.impl("lora_fleet::sgmv_shrink", ("cpu", "cuda"), _triton_shrink)
 torch.library.impl("lora_fleet::sgmv_expand", ("cpu", "cuda"), _triton_expand)

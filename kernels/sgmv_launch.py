@@ -1,35 +1,18 @@
-"""Launches of the Triton kernels: grids and compile-time arguments. Importing this module needs triton."""
+"""Launches of the SGMV kernels: grids and compile-time arguments. Importing this module needs triton."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.launch import Launch, precision
 from kernels.sgmv_triton import expand_kernel, gather_kernel, scale_kernel, shrink_kernel
-from kernels.tuning import expand_tile, gather_warps, rank_block, scale_tile, shrink_tile
-
-# Triton's default changes with 3.10, and 3.9 warns where neither is asked for.
-_COMPILER_OPTIONS = {"enable_fp_fusion": True}
+from kernels.tuning import StepShape, device_name, expand_tile, gather_warps, rank_block, scale_tile, shrink_tile
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch: the kernel, its number of programs, its tensors and run-time numbers, and the rest by name."""
-
-    kernel: Any
-    programs: int
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        """Launch on the current stream; nothing where there is no program to run."""
-        if self.programs:
-            self.kernel[(self.programs,)](*self.arguments, **self.options)
-
-
-def shrink_launch(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, projections: int) -> tuple[Tensor, Launch]:
+def shrink_launch(
+    x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, max_groups: int, projections: int
+) -> tuple[Tensor, Launch]:
     """Allocate the planes and describe the launch that fills them.
 
     The arguments have been checked: see `kernels.sgmv.sgmv_shrink`, with a tile table of `block_m` rows a tile.
@@ -37,7 +20,8 @@ def shrink_launch(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, proje
     num_rows, in_features = x.shape
     width = a_stack.shape[1]
     rank = width // projections
-    tile = shrink_tile(tiles.shape[0], block_m, rank, projections, in_features, x.element_size())
+    step = StepShape(device_name(x.device), num_rows, max_groups, block_m)
+    tile = shrink_tile(step, rank, projections, in_features, x.element_size())
     planes = torch.empty(tile.splits, num_rows, width, dtype=torch.float32, device=x.device)
     return planes, Launch(
         shrink_kernel,
@@ -52,15 +36,14 @@ def shrink_launch(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, proje
             "BLOCK_K": tile.block_k,
             "SPLITS": tile.splits,
             "STAGES": tile.num_stages,
-            "PRECISION": _precision(x.dtype),
+            "PRECISION": precision(x.dtype),
             "num_warps": tile.num_warps,
-            **_COMPILER_OPTIONS,
         },
     )
 
 
 def expand_launch(
-    planes: Tensor, b_stack: Tensor, y: Tensor, tiles: Tensor, block_m: int, slices: Sequence[int]
+    planes: Tensor, b_stack: Tensor, y: Tensor, tiles: Tensor, block_m: int, max_groups: int, slices: Sequence[int]
 ) -> Launch:
     """Describe the launch that adds the planes' product with B to y.
 
@@ -68,7 +51,8 @@ def expand_launch(
     """
     splits, num_rows, _ = planes.shape
     _, out_features, rank = b_stack.shape
-    tile = expand_tile(tiles.shape[0], block_m, rank, out_features, y.element_size())
+    step = StepShape(device_name(y.device), num_rows, max_groups, block_m)
+    tile = expand_tile(step, rank, out_features, y.element_size())
     column_tiles = sum(-(-width // tile.block_n) for width in slices)
     return Launch(
         expand_kernel,
@@ -84,9 +68,8 @@ def expand_launch(
             "BLOCK_N": tile.block_n,
             "BLOCK_R": tile.block_r,
             "SPLITS": splits,
-            "PRECISION": _precision(y.dtype),
+            "PRECISION": precision(y.dtype),
             "num_warps": tile.num_warps,
-            **_COMPILER_OPTIONS,
         },
     )
 
@@ -108,7 +91,6 @@ def gather_launch(ids: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int) -> 
             "BLOCK_M": block_m,
             "BLOCK_R": rank_block(rank),
             "num_warps": gather_warps(block_m, rank),
-            **_COMPILER_OPTIONS,
         },
     )
 
@@ -130,11 +112,5 @@ def scale_launch(y: Tensor, gain_stack: Tensor, bias: Tensor | None, tiles: Tens
             "BLOCK_M": block_m,
             "BLOCK_N": tile.block_n,
             "num_warps": tile.num_warps,
-            **_COMPILER_OPTIONS,
         },
     )
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """fp32 products must be fp32: TF32 keeps 10 bits. The setting means nothing to the 16-bit types."""
-    return "ieee" if dtype == torch.float32 else "tf32"

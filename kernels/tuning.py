@@ -5,7 +5,7 @@ one choice and no step waits for the device. The figures come from compiled code
 per multiprocessor) and from published tables for Hopper.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -46,6 +46,43 @@ class ScaleTile(NamedTuple):
     num_warps: int
 
 
+class StepShape(NamedTuple):
+    """What tile sizes may depend on of a step: all of it known from shapes, and equal in every layer.
+
+    Attributes:
+        device: Name of the device, as `device_name` gives it.
+        num_rows: Rows of the step, base rows included.
+        max_groups: Most groups a step can have.
+        block_m: Rows a tile of the tile table covers.
+    """
+
+    device: str
+    num_rows: int
+    max_groups: int
+    block_m: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Length of the tile table."""
+        return num_tiles(self.num_rows, self.max_groups, self.block_m)
+
+
+def num_tiles(num_rows: int, max_groups: int, block_m: int) -> int:
+    """Most tiles of `block_m` rows that any routing of `num_rows` rows over `max_groups` groups and base rows needs.
+
+    Every group, and the base rows, may end in a partial tile, so the worst case is one row in each of them and the
+    rest in whole tiles.
+    """
+    parts = min(num_rows, max_groups + 1)
+    return parts + (num_rows - parts) // block_m
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """What the tuning table calls a device: the name its driver gives it, or its type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def row_tile(num_rows: int, max_groups: int) -> int:
     """Rows one tile of the tile table covers: 8 while groups are about one row, 16 for a batch, 64 for a prefill."""
     if num_rows <= 2 * max_groups:
@@ -54,24 +91,22 @@ def row_tile(num_rows: int, max_groups: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def shrink_tile(
-    num_tiles: int, block_m: int, rank: int, projections: int, in_features: int, itemsize: int
-) -> ShrinkTile:
-    """Sizes for `num_tiles` row tiles of x `[*, in_features]` against A of `projections` times `rank` rows.
+def shrink_tile(step: StepShape, rank: int, projections: int, in_features: int, itemsize: int) -> ShrinkTile:
+    """Sizes for the row tiles of x `[*, in_features]` against A of `projections` times `rank` rows.
 
     K is split until the programs fill the device, and no further than one product each.
     """
     block_n = min(_power_of_two(rank), 64)
-    if block_m >= 64:
+    if step.block_m >= 64:
         block_n = min(_power_of_two(rank * projections), 64)
     block_n = max(block_n, 16)
-    block_k = 256 if block_m < 64 and block_n < 64 else 128
+    block_k = 256 if step.block_m < 64 and block_n < 64 else 128
     block_k = max(16, min(block_k * 2 // itemsize, _power_of_two(in_features)))
     column_tiles = -(-rank * projections // block_n)
     splits = 1
     while (
         splits < _MAX_SPLITS
-        and num_tiles * column_tiles * splits < _TARGET_PROGRAMS
+        and step.num_tiles * column_tiles * splits < _TARGET_PROGRAMS
         and block_k * splits * 2 <= in_features
     ):
         splits *= 2
@@ -79,17 +114,19 @@ def shrink_tile(
 
 
 @lru_cache(maxsize=1024)
-def expand_tile(num_tiles: int, block_m: int, rank: int, out_features: int, itemsize: int) -> ExpandTile:
-    """Sizes for `num_tiles` row tiles of y `[*, out_features]`: narrow columns while programs are few."""
+def expand_tile(step: StepShape, rank: int, out_features: int, itemsize: int) -> ExpandTile:
+    """Sizes for the row tiles of y `[*, out_features]`: narrow columns while programs are few."""
     block_r = rank_block(rank)
     if itemsize > 2:
         # No matrix unit multiplies exact fp32: each thread holds its sums, and more than 8 of them spill.
-        return ExpandTile(32, block_r, num_warps=8 if block_m >= 64 else 4)
-    if block_m >= 64:
+        return ExpandTile(32, block_r, num_warps=8 if step.block_m >= 64 else 4)
+    if step.block_m >= 64:
         # From rank 128 on, four warps would not hold v: it spills.
         return ExpandTile(128 if block_r <= 32 else 64, block_r, num_warps=8 if block_r >= 128 else 4)
     block_n = 64
-    while block_n < 256 and block_n * block_r <= 4096 and num_tiles * out_features // (2 * block_n) >= _MANY_PROGRAMS:
+    while (
+        block_n < 256 and block_n * block_r <= 4096 and step.num_tiles * out_features // (2 * block_n) >= _MANY_PROGRAMS
+    ):
         block_n *= 2
     return ExpandTile(block_n, block_r, num_warps=4)
 

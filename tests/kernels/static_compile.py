@@ -26,9 +26,9 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from kernels.schedule import num_tiles
-from kernels.sgmv_launch import Launch, expand_launch, gather_launch, scale_launch, shrink_launch
-from kernels.tuning import row_tile
+from kernels.launch import Launch
+from kernels.sgmv_launch import expand_launch, gather_launch, scale_launch, shrink_launch
+from kernels.tuning import num_tiles, row_tile
 
 ARCHITECTURE = 90
 MAX_SHARED_BYTES = 232448
@@ -132,8 +132,12 @@ def launches(site: Site, num_rows: int, num_slots: int, rank: int, dtype: torch.
     out = sum(site.slices)
     tiles = meta(num_tiles(num_rows, num_slots, block_m), 4, dtype=torch.int32)
     a_stack = meta(num_slots, len(site.slices) * rank, site.in_features)
-    planes, shrink = shrink_launch(meta(num_rows, site.in_features), a_stack, tiles, block_m, len(site.slices))
-    expand = expand_launch(planes, meta(num_slots, out, rank), meta(num_rows, out), tiles, block_m, list(site.slices))
+    planes, shrink = shrink_launch(
+        meta(num_rows, site.in_features), a_stack, tiles, block_m, num_slots, len(site.slices)
+    )
+    expand = expand_launch(
+        planes, meta(num_slots, out, rank), meta(num_rows, out), tiles, block_m, num_slots, list(site.slices)
+    )
     name = "fp32" if dtype == torch.float32 else "bf16"
     shape = f"{site.model} {site.name} {name} r={rank} T={num_rows} slots={num_slots}"
     yield f"shrink {shape}", shrink
@@ -155,7 +159,7 @@ def embedding_launches(
         bias, gain_stack = torch.empty(hidden, dtype=torch.bfloat16), torch.empty(num_slots, hidden)
     planes, gather = gather_launch(ids, a_stack, tiles, block_m)
     yield f"gather {shape}", gather
-    yield f"expand {shape}", expand_launch(planes, b_stack, y, tiles, block_m, [hidden])
+    yield f"expand {shape}", expand_launch(planes, b_stack, y, tiles, block_m, num_slots, [hidden])
     yield f"scale {shape} bias", scale_launch(y, gain_stack, bias, tiles, block_m)
     yield f"scale {shape}", scale_launch(y, gain_stack, None, tiles, block_m)
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import Group, Routing, build_routing
-from kernels.schedule import num_tiles, tile_table
+from kernels.schedule import tile_table
+from kernels.tuning import num_tiles
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(0, 40), max_size=9)
@@ -84,12 +85,13 @@ def test_disagreeing_arguments_are_refused(lora_ids: list[int], offsets: list[in
         route(lora_ids, offsets)
 
 
-def test_tiles_cut_groups_and_carry_ranks() -> None:
+def test_tiles_cut_groups_and_carry_ranks_then_cut_the_base_rows() -> None:
     routing = route([2, 0], [0, 3, 12], block_m=4)
     assert routing.tiles is not None
     assert routing.tiles.shape == (num_tiles(20, 5, 4), 4)
     assert routing.tiles[:4].tolist() == [[2, 0, 3, 2], [0, 3, 7, 4], [0, 7, 11, 4], [0, 11, 12, 4]]
-    assert (routing.tiles[4:, 0] == -1).all()
+    assert routing.tiles[4:6].tolist() == [[-1, 12, 16, 0], [-1, 16, 20, 0]]
+    assert routing.tiles[6:].tolist() == [[-1, 0, 0, 0]] * (len(routing.tiles) - 6)
 
 
 @given(lengths=LENGTHS, base_rows=st.integers(0, 9), block_m=st.sampled_from([4, 8, 16, 64]))
@@ -101,17 +103,19 @@ def test_every_row_is_in_one_tile_and_the_table_is_long_enough(
         if length:
             groups.append(Group(slot, row, row + length))
             row += length
+    groups.append(Group(-1, row, row + base_rows))
     length = num_tiles(row + base_rows, len(lengths), block_m)
-    table = torch.tensor(tile_table(groups, [3] * len(lengths), block_m, length)).view(-1, 4)
+    table = torch.tensor(tile_table(groups, [*[3] * len(lengths), 0], block_m, length)).view(-1, 4)
     assert len(table) == length
-    covered = [(slot, row) for slot, row0, row_end, _ in table.tolist() if slot >= 0 for row in range(row0, row_end)]
+    covered = [(slot, row) for slot, row0, row_end, _ in table.tolist() for row in range(row0, row_end)]
     assert covered == [(slot, row) for slot, start, stop in groups for row in range(start, stop)]
     assert all(row_end - row0 <= block_m for _, row0, row_end, _ in table.tolist())
 
 
 def test_no_shorter_table_would_do() -> None:
     groups = [Group(slot, slot, slot + 1) for slot in range(7)] + [Group(7, 7, 7 + 1 + 3 * 16)]
-    used = len(tile_table(groups, [1] * 8, 16, 0)) // 4
+    groups.append(Group(-1, groups[-1].stop, groups[-1].stop + 1))
+    used = len(tile_table(groups, [*[1] * 8, 0], 16, 0)) // 4
     assert used == num_tiles(groups[-1].stop, 8, 16)
 
 

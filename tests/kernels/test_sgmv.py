@@ -113,12 +113,12 @@ def test_compilers_see_the_operators_as_they_are(dtype: torch.dtype) -> None:
     tiles = case.routing.tiles
     x = case.x.nan_to_num()
     shrink, expand = torch.ops.lora_fleet.sgmv_shrink, torch.ops.lora_fleet.sgmv_expand
-    planes = torch.zeros_like(shrink(x, case.a_stack, tiles, 8, 2))
+    planes = torch.zeros_like(shrink(x, case.a_stack, tiles, 8, 3, 2))
     tests = ("test_schema", "test_faketensor")
     with torch.no_grad():
-        torch.library.opcheck(expand, (planes, case.b_stack, case.y.clone(), tiles, 8, [16, 8]), test_utils=tests)
+        torch.library.opcheck(expand, (planes, case.b_stack, case.y.clone(), tiles, 8, 3, [16, 8]), test_utils=tests)
         fake_tests = tests[1:]
-        torch.library.opcheck(shrink, (x, case.a_stack, tiles, 8, 2), test_utils=fake_tests)
+        torch.library.opcheck(shrink, (x, case.a_stack, tiles, 8, 3, 2), test_utils=fake_tests)
 
 
 def test_the_cpu_path_needs_no_triton() -> None:

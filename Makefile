@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup serve check test smoke cases fuzz bench-decode bench-load demo-adapters clean
+.PHONY: setup serve check test smoke cases fuzz bench-decode bench-load bench-fair bench-sampler demo-adapters clean
 
 setup: $(INSTALLED)
 
@@ -43,6 +43,12 @@ bench-decode: setup
 
 bench-load: setup
 	$(BIN)/python -m tests.bench.bench_load
+
+bench-fair: setup
+	$(BIN)/python -m tests.bench.bench_fair
+
+bench-sampler: setup
+	$(BIN)/python -m tests.bench.bench_sampler
 
 demo-adapters: setup
 	$(BIN)/python -m cluster.demo.train_adapters

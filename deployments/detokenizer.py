@@ -138,11 +138,21 @@ class Written(NamedTuple):
 
 
 class AnswerWriter:
-    """Writes one answer: detokenised, and ended before its first stop string."""
+    """Writes one answer: detokenised, and ended before its first stop string.
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str]) -> None:
+    Args:
+        tokenizer: The base model's; shared, never changed.
+        prompt_token_ids: The tokens before the answer.
+        stops: The stop strings.
+        min_tokens: Stop strings are looked for in the text that comes after this many tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
         self._matcher = StopMatcher(stops)
+        self._num_unstoppable = min_tokens
 
     def write(self, token_ids: Sequence[int], *, silent_last: bool = False, final: bool = False) -> Written:
         """Take the next tokens.
@@ -156,7 +166,12 @@ class AnswerWriter:
         for index, token_id in enumerate(token_ids):
             if silent_last and index == len(token_ids) - 1:
                 break
-            scan = self._matcher.push(self._detokenizer.push(token_id))
+            piece = self._detokenizer.push(token_id)
+            if self._num_unstoppable:
+                self._num_unstoppable -= 1
+                text += piece
+                continue
+            scan = self._matcher.push(piece)
             text += scan.text
             if scan.stopped:
                 return Written(text, index + 1, True)

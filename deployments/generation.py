@@ -19,6 +19,10 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams = SamplingParams()
+    n: int = 1
+    """Answers to this one prompt; with a seed, the first has that seed and each other one its own."""
+    echo: bool = False
+    """Each answer's text begins with the prompt's; `sampling.prompt_logprobs` are then told with its tokens."""
     max_tokens: int | None = None
     """Most tokens to generate; unset fills what the context leaves. Takes the place of `sampling.max_tokens`."""
     default_max_tokens: int | None = None
@@ -46,12 +50,34 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
         return kind(self.message)
 
 
+class ScoredToken(msgspec.Struct, frozen=True):
+    """A token in words, with the natural logarithm of its probability."""
+
+    token_id: int
+    data: bytes
+    """UTF-8, perhaps a part of a character."""
+    logprob: float | None
+    """None for a prompt's first token, which follows nothing."""
+    top: list["ScoredToken"] = []
+    """The likeliest tokens in its place."""
+    special: bool = False
+    """Not part of any text: it stands for itself, as `<|im_end|>` does."""
+
+
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The next piece of an answer: whole characters of text, and the tokens that have arrived since the last one."""
 
     text: str
     token_ids: list[int]
+    index: int = 0
+    """Which of the call's `n` answers it belongs to."""
+    scores: list[ScoredToken] | None = None
+    """With `sampling.logprobs`, one for each of `token_ids`."""
+    prompt_scores: list[ScoredToken] | None = None
+    """With `sampling.prompt_logprobs`, one for each prompt token; in an answer's first chunk."""
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were in the engine's prefix cache."""
     completion_tokens: int = 0
     """Tokens generated up to and with this chunk."""

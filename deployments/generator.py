@@ -1,18 +1,29 @@
 """`Generator`: one replica's answers. Prompts to token ids, tokens to chunks of text; no Ray."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
 
+from deployments.choice_seeds import choice_seed
 from deployments.detokenizer import AnswerWriter, Written
 from deployments.engine_client import EngineClient
-from deployments.generation import GenerateCall, GenerateChunk
+from deployments.generation import GenerateCall, GenerateChunk, ScoredToken
+from deployments.merged_streams import merged
+from deployments.token_stream import TokenStream
 from deployments.tokenizer import ModelTokenizer
 from lora_core import errors
 from lora_core.errors import EngineError, InvalidRequest, LoRAFleetError
-from lora_core.messages import EngineReady, GenerateRequest, SamplingParams, TokenDelta
+from lora_core.messages import (
+    EngineReady,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 LONG_PROMPT = 2048
 """Characters from which a prompt is encoded on a thread: about 1 ms of work."""
@@ -41,9 +52,10 @@ class Generator:
         self._tokenizer = tokenizer
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
-        """Stream an answer: a chunk whenever there is text, with all tokens that have arrived by then.
+        """Stream the call's answers: a chunk whenever one has text, with all its tokens that have arrived by then.
 
-        Closing the iterator ends the request in the engine.
+        Each of the `n` answers is a request of its own in the engine. Closing the iterator ends them there; so does an
+        error of one of them.
 
         Raises:
             InvalidRequest: the call can never be served.
@@ -51,18 +63,20 @@ class Generator:
             EngineDead: the engine ended, or no longer makes progress.
         """
         prompt = await self._prompt(call)
-        answer = _Answer(call, prompt, self._tokenizer)
-        request = GenerateRequest(call.request_id, prompt.token_ids, prompt.sampling, call.lora_name)
-        stream = self._client.submit(request)
+        answers = [_Answer(index, call, prompt, self._tokenizer) for index in range(call.n)]
+        streams: list[TokenStream] = []
         try:
-            async for delta in stream:
-                chunk = answer.take(delta)
-                if chunk is not None:
-                    yield chunk
-                    if chunk.finish_reason is not None:
-                        return
+            streams.extend(self._client.submit(_request(index, call, prompt)) for index in range(call.n))
+            async with aclosing(merged(streams)) as deltas:
+                async for index, delta in deltas:
+                    chunk = answers[index].take(delta)
+                    if chunk is not None:
+                        yield chunk
+                        if chunk.finish_reason is not None:
+                            streams[index].close()
         finally:
-            stream.close()
+            for stream in streams:
+                stream.close()
 
     async def _prompt(self, call: GenerateCall) -> Prompt:
         if sum(given is not None for given in (call.messages, call.prompt, call.prompt_token_ids)) != 1:
@@ -75,7 +89,20 @@ class Generator:
         else:
             token_ids = await asyncio.to_thread(self._encode, call)
         self._check_stops(call)
+        if not 1 <= call.n <= self._ready.max_num_seqs:
+            raise InvalidRequest(
+                f"n is {call.n}; it must be from 1 to {self._ready.max_num_seqs} (max_num_seqs, the requests that one "
+                "engine runs at once)"
+            )
+        if call.sampling.logprobs is not None or call.sampling.prompt_logprobs is not None or call.echo:
+            await self._prepare_words(call)
         return Prompt(token_ids, msgspec.structs.replace(call.sampling, max_tokens=self._max_tokens(call, token_ids)))
+
+    async def _prepare_words(self, call: GenerateCall) -> None:
+        if self._tokenizer is None:
+            raise InvalidRequest("the base model's folder holds no tokenizer, so logprobs and echo cannot be written")
+        if call.sampling.logprobs is not None or call.sampling.prompt_logprobs is not None:
+            await asyncio.to_thread(self._tokenizer.prepare_token_bytes)
 
     def _num_characters(self, call: GenerateCall) -> int:
         """The prompt's length, refused where no tokens could fit it in: encoding it would only hold up the others."""
@@ -137,30 +164,71 @@ class Generator:
 class _Answer:
     """The state of one answer between its chunks."""
 
-    def __init__(self, call: GenerateCall, prompt: Prompt, tokenizer: ModelTokenizer | None) -> None:
-        self._num_prompt_tokens = len(prompt.token_ids)
+    def __init__(self, index: int, call: GenerateCall, prompt: Prompt, tokenizer: ModelTokenizer | None) -> None:
+        self._index = index
+        self._prompt = prompt
+        self._tokenizer = tokenizer
         self._num_tokens = 0
         self._token_ids: list[int] = []
-        self._writer = AnswerWriter(tokenizer.backend, prompt.token_ids, call.stop) if tokenizer is not None else None
+        self._num_cached_tokens = 0
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_scores: list[ScoredToken] | None = None
+        self._unwritten = ""
+        self._writer: AnswerWriter | None = None
+        if tokenizer is not None:
+            self._writer = AnswerWriter(tokenizer.backend, prompt.token_ids, call.stop, prompt.sampling.min_tokens)
+            if call.echo:
+                self._unwritten = tokenizer.decode(prompt.token_ids) if call.prompt is None else call.prompt
 
     def take(self, delta: TokenDelta) -> GenerateChunk | None:
         """Turn new tokens into a chunk; None while they add no text."""
         if delta.finish_reason == "error":
             raise _error_named(delta.error_type, delta.error or "the engine gave no reason")
         written = self._write(delta)
+        self._num_cached_tokens += delta.num_cached_tokens
         self._token_ids += delta.token_ids[: written.num_tokens]
+        self._logprobs += (delta.logprobs or [])[: written.num_tokens]
+        if delta.prompt_logprobs is not None:
+            self._prompt_scores = self._score_prompt(delta.prompt_logprobs)
+        text, self._unwritten = self._unwritten + written.text, ""
         finish_reason = "stop" if written.stopped else delta.finish_reason
-        if self._writer is not None and not written.text and finish_reason is None:
+        if self._writer is not None and not text and finish_reason is None:
             return None
+        return self._chunk(text, finish_reason)
+
+    def _chunk(self, text: str, finish_reason: FinishReason | None) -> GenerateChunk:
+        """What has arrived since the last one."""
         self._num_tokens += len(self._token_ids)
         token_ids, self._token_ids = self._token_ids, []
+        logprobs, self._logprobs = self._logprobs, []
+        prompt_scores, self._prompt_scores = self._prompt_scores, None
+        asks = self._prompt.sampling.logprobs is not None
         return GenerateChunk(
-            text=written.text,
+            text=text,
             token_ids=token_ids,
+            index=self._index,
+            scores=self._score(token_ids, logprobs) if asks else None,
+            prompt_scores=prompt_scores,
             finish_reason=finish_reason,
-            prompt_tokens=self._num_prompt_tokens,
+            prompt_tokens=len(self._prompt.token_ids),
+            cached_tokens=self._num_cached_tokens,
             completion_tokens=self._num_tokens,
         )
+
+    def _score_prompt(self, logprobs: list[TokenLogprobs]) -> list[ScoredToken]:
+        first, *rest = self._prompt.token_ids
+        return [self._scored(first, None), *self._score(rest, logprobs)]
+
+    def _score(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> list[ScoredToken]:
+        return [
+            self._scored(token_id, one.logprob, [*map(self._scored, one.top_ids, one.top_logprobs)])
+            for token_id, one in zip(token_ids, logprobs, strict=True)
+        ]
+
+    def _scored(self, token_id: int, logprob: float | None, top: Sequence[ScoredToken] = ()) -> ScoredToken:
+        assert self._tokenizer is not None, "without one, log-probabilities are refused"
+        data, special = self._tokenizer.token_bytes(token_id), self._tokenizer.is_special(token_id)
+        return ScoredToken(token_id, data, logprob, list(top), special)
 
     def _write(self, delta: TokenDelta) -> Written:
         if self._writer is None:
@@ -169,6 +237,13 @@ class _Answer:
         return self._writer.write(
             delta.token_ids, silent_last=delta.finish_reason == "stop", final=delta.finish_reason is not None
         )
+
+
+def _request(index: int, call: GenerateCall, prompt: Prompt) -> GenerateRequest:
+    sampling = prompt.sampling
+    if sampling.seed is not None:
+        sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, index))
+    return GenerateRequest(call.request_id, prompt.token_ids, sampling, call.lora_name)
 
 
 def _error_named(name: str, sentence: str) -> LoRAFleetError:

@@ -12,10 +12,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from cluster.fleet import LoadOutcome
 from deployments import http_errors
 from deployments.adapter_card import outcome_body
+from deployments.answer import Answer
 from deployments.generation import GenerateChunk
 from deployments.openai_api import (
     AdapterNameRequest,
-    Answer,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,

@@ -11,12 +11,13 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.fleet import FleetTable, LoadOutcome
 from deployments.adapter_card import status_body
+from deployments.answer import Answer
 from deployments.directory import ModelDirectory
 from deployments.engine_handle import EngineHandle
 from deployments.generation import GenerateCall, GenerateChunk
 from deployments.http_api import http_app
 from deployments.http_errors import STATUS_ERRORS, describe_validation
-from deployments.openai_api import Answer, ChatCompletionRequest, CompletionRequest, GenerationRequest, model_card
+from deployments.openai_api import ChatCompletionRequest, CompletionRequest, GenerationRequest, model_card
 from lora_core.errors import InvalidRequest, LoRADisabled, LoRAFleetError
 from lora_core.types import LoRAStatus
 

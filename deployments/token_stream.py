@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from lora_core.errors import LoRAFleetError
 from lora_core.messages import TokenDelta
 
@@ -23,16 +25,14 @@ class TokenStream:
         self._abandon = abandon
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._token_ids: list[int] = []
-        self._last: TokenDelta | None = None
+        # What has arrived and was not read yet.
+        self._arrivals: TokenDelta | None = None
         self._error: LoRAFleetError | None = None
         self._open = True
 
     def feed(self, delta: TokenDelta) -> None:
         """Take tokens from the engine."""
-        self._token_ids += delta.token_ids
-        if delta.finish_reason is not None:
-            self._last = delta
+        self._arrivals = delta if self._arrivals is None else _joined(self._arrivals, delta)
         self._arrived.set()
 
     def fail(self, error: LoRAFleetError) -> None:
@@ -52,18 +52,16 @@ class TokenStream:
             self.close()
             raise
         self._arrived.clear()
-        token_ids, self._token_ids = self._token_ids, []
-        if self._last is not None:
+        delta, self._arrivals = self._arrivals, None
+        if delta is None:
             self._open = False
-            last = self._last
-            return TokenDelta(self._request_id, token_ids, last.finish_reason, last.error, last.error_type)
-        if self._error is not None:
-            if token_ids:
-                self._arrived.set()
-                return TokenDelta(self._request_id, token_ids)
-            self._open = False
+            assert self._error is not None, "something has arrived, or the stream has failed"
             raise self._error
-        return TokenDelta(self._request_id, token_ids)
+        if delta.finish_reason is not None:
+            self._open = False
+        elif self._error is not None:
+            self._arrived.set()
+        return delta
 
     def close(self) -> None:
         """Stop reading; the engine forgets the request within a step."""
@@ -72,9 +70,19 @@ class TokenStream:
         self._open = False
 
     def _unfinished(self) -> bool:
-        return self._open and self._last is None and self._error is None
+        return self._open and self._error is None and (self._arrivals is None or self._arrivals.finish_reason is None)
 
     def __del__(self) -> None:
         # The last reference may go on any thread, even after the loop.
         if self._unfinished() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._abandon, self._request_id)
+
+
+def _joined(first: TokenDelta, then: TokenDelta) -> TokenDelta:
+    return msgspec.structs.replace(
+        then,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=[*(first.logprobs or ()), *(then.logprobs or ())] or None,
+        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
+        num_cached_tokens=max(first.num_cached_tokens, then.num_cached_tokens),
+    )

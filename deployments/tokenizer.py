@@ -1,10 +1,12 @@
 """`ModelTokenizer`: a base model's tokenizer and chat template, loaded by transformers and safe to share by threads."""
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +45,11 @@ class ModelTokenizer:
         self.backend = backend
         self.longest_token = max(map(len, backend.get_vocab()), default=1)
         """Most characters one token can stand for."""
+        self._special = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._byte_table: LLTokenizer | None = None
+        self._lock = threading.Lock()
 
     @staticmethod
     def exists(folder: Path) -> bool:
@@ -72,6 +79,35 @@ class ModelTokenizer:
             raise InvalidRequest(f"the base model's chat template refuses these messages: {error}") from None
         # The template has written every special token the model wants.
         return self._encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=False))
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token stands for itself, and is left out of texts."""
+        return token_id in self._special
+
+    def prepare_token_bytes(self) -> None:
+        """Do what `token_bytes` needs, once: a fraction of a second, and some tens of MB for a large vocabulary.
+
+        Raises:
+            InvalidRequest: there is no telling, with this tokenizer.
+        """
+        with self._lock:
+            if self._byte_table is None:
+                try:
+                    self._byte_table = LLTokenizer(self.backend.to_str())
+                except Exception as error:
+                    raise InvalidRequest(
+                        f"the base model's tokenizer does not tell its tokens' bytes: {error}"
+                    ) from None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of one token, whatever stands around it: perhaps a part of a character; its name, if it is special."""
+        self.prepare_token_bytes()
+        assert self._byte_table is not None, "it is prepared"
+        return self._byte_table.decode_bytes([token_id])
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

@@ -42,6 +42,7 @@ class AdapterTable(Generic[M]):
         self._lost: dict[AdapterRef, AdapterLost] = {}
         # Reads that nobody waits for any more, and what those who ask are told until they end.
         self._overdue: dict[AdapterRef, str] = {}
+        self._dropped: list[AdapterRef] = []
         self._changes = 0
 
     @property
@@ -190,6 +191,12 @@ class AdapterTable(Generic[M]):
         """Generations that admit no requests and still have some."""
         with self._lock:
             return self._loaded.retired()
+
+    def take_dropped(self) -> list[AdapterRef]:
+        """Generations that were dropped since the last call; none of them comes back."""
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+            return dropped
 
     # Slots
 
@@ -542,6 +549,7 @@ class AdapterTable(Generic[M]):
         self._tiers.forget(ref)
         self._lost.pop(ref, None)
         self._loaded.remove(ref)
+        self._dropped.append(ref)
         self._changes += 1
 
     def _end_operator_pin(self, ref: AdapterRef) -> None:

@@ -77,8 +77,20 @@ class EngineSettings(Settings):
     max_num_batched_tokens: int = Field(default=512, ge=1, description="Most tokens, prompts and answers, in a step.")
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in one KV-cache block.")
     kv_cache_tokens: int = Field(default=16384, ge=1, description="Tokens the KV cache holds.")
+    enable_prefix_caching: bool = Field(
+        default=True,
+        description="Keep the KV blocks of ended requests for those that begin with the same text, adapter by adapter.",
+    )
     max_slot_wait_s: float = Field(
-        default=2.0, ge=0, description="A request waiting longer than this for a slot has one set aside for it."
+        default=2.0,
+        ge=0,
+        description=(
+            "An adapter with waiting requests gets a slot within so long, however busy those in slots are; "
+            "docs/scheduling.md says how, and what holds when more of them wait than there are slots."
+        ),
+    )
+    max_loras_per_step: int | None = Field(
+        default=None, ge=1, description="Most adapters in one step; more take turns. Unset: as many as have slots."
     )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: torch's choice.")
     quantization: Quantization = Field(

@@ -277,6 +277,10 @@ class LoRAManagerV3:
         """Generations that were unloaded or replaced, and have users yet."""
         return self._table.retired()
 
+    def take_dropped(self) -> list[AdapterRef]:
+        """Generations, without users, that an unload or a replacement has ended since the last call, for good."""
+        return self._table.take_dropped()
+
     def slot_of(self, ref: AdapterRef) -> int | None:
         """The adapter's slot, or None while it has none that is written."""
         return self._table.slot_of(ref)

@@ -13,20 +13,52 @@ from lora_core.types import AdapterRef
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+ConstraintKind = Literal["json_schema", "regex"]
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """What an answer's text must be, from its first character to its last."""
+
+    kind: ConstraintKind
+    source: str
+    """A JSON schema as JSON, or a regular expression that the whole text matches."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token is chosen and when to stop. Ranges are checked by `lora_core.engine.request.check`."""
+    """How the next token is chosen and when to stop.
+
+    Ranges are checked by `lora_core.engine.request.check`; `lora_core.engine.sampler` says in which order all this
+    applies.
+    """
 
     max_tokens: int = 16
+    min_tokens: int = 0
+    """Before this many, no token that would end the answer is chosen."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""
+    min_p: float = 0.0
+    """Keeps tokens at least this many times as likely as the likeliest one; 0 keeps every token."""
+    repetition_penalty: float = 1.0
+    """Of tokens in the prompt or the answer; 1 is none, higher is less of the same."""
+    presence_penalty: float = 0.0
+    """Of tokens in the answer."""
+    frequency_penalty: float = 0.0
+    """Of tokens in the answer, for each time."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these distinct token ids."""
     seed: int | None = None
     """Same seed, same tokens, whatever else is in the batch."""
     stop_token_ids: tuple[int, ...] = ()
     """End the answer, beside the model's own end-of-text ids; not part of the answer's text."""
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """With each token, its log-probability and those of this many likeliest ones."""
+    prompt_logprobs: int | None = None
+    """The same of each prompt token, with the first delta."""
+    constraint: Constraint | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
@@ -47,6 +79,16 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
 EngineRequest = GenerateRequest | AbortRequest
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities at one place in a text: softmax of the model's own logits."""
+
+    logprob: float
+    """Of the token that is there."""
+    top_ids: list[int] = []
+    """The likeliest tokens, in falling order, as many as were asked for."""
+    top_logprobs: list[float] = []
+
+
 class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """New tokens of one request, and why it ended, when it did.
 
@@ -58,6 +100,12 @@ class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     error: str | None = None
     error_type: str = "EngineError"
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each token id, where the request asks for them."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """One for each prompt token but the first, which follows nothing; with the first new token."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were in the prefix cache; with the first new token."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -69,6 +117,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     vocab_size: int
     eos_token_ids: list[int]
     kv_cache_tokens: int
+    max_num_seqs: int
+    """Most requests that run at once."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):

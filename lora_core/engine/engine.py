@@ -4,16 +4,23 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from lora_core.config import EngineConfig, LoRAConfig
+from lora_core.engine.block_tables import BlockTables
 from lora_core.engine.blocks import BlockPool
+from lora_core.engine.constraint import ConstraintState
+from lora_core.engine.grammars import Grammars
+from lora_core.engine.prompt_scores import score_prompts
 from lora_core.engine.request import Limits, Request, ScheduledBatch, check
 from lora_core.engine.runner import ModelRunner
-from lora_core.engine.sampler import sample
+from lora_core.engine.sampler import Choice, sample
+from lora_core.engine.sampler_state import SamplerState
 from lora_core.engine.scheduler import Scheduler
 from lora_core.errors import AdapterError, AdapterUnloaded, ConfigError, InvalidRequest
 from lora_core.messages import EngineReady, GenerateRequest, SamplingParams, TokenDelta
@@ -69,22 +76,28 @@ class LLMEngine:
             response = self.manager.load_adapter(spec)
             if response.status is not LoRAStatus.SUCCESS:
                 raise ConfigError(f"lora_paths entry {spec!r}: {response.message}")
-        blocks = BlockPool(self.runner.num_blocks, engine_config.block_size)
+        pool = BlockPool(self.runner.num_blocks, engine_config.block_size)
+        self._blocks = BlockTables(pool, share=engine_config.enable_prefix_caching)
         self._scheduler = Scheduler(
-            blocks,
+            self._blocks,
             self.manager,
             max_num_seqs=engine_config.max_num_seqs,
             max_num_batched_tokens=engine_config.max_num_batched_tokens,
             max_slot_wait_s=engine_config.max_slot_wait_s,
+            max_loras_per_step=engine_config.max_loras_per_step,
             clock=clock,
         )
+        self._max_num_seqs = engine_config.max_num_seqs
         self._limits = Limits(
             max_model_len=self.runner.config.max_model_len,
-            kv_cache_tokens=blocks.num_blocks * blocks.block_size,
+            kv_cache_tokens=pool.num_blocks * pool.block_size,
             vocab_size=self.runner.config.vocab_size,
         )
         self._eos_token_ids = eos_token_ids(engine_config.model)
+        self._grammars = Grammars(engine_config.model, self._limits.vocab_size, self._eos_token_ids)
         self._requests: dict[str, Request] = {}
+        # Requests that are accepted, and not queued before their constraint is compiled.
+        self._compiling: dict[Request, Future[ConstraintState]] = {}
         self._refused: list[TokenDelta] = []
         self._arrivals = itertools.count()
         self._randomness = torch.Generator()
@@ -102,8 +115,18 @@ class LLMEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a seat, blocks or a slot."""
-        return self._scheduler.num_waiting
+        """Requests that wait for a seat, blocks, a slot, or the compilation of their constraint."""
+        return self._scheduler.num_waiting + len(self._compiling)
+
+    @property
+    def prefix_cache_counts(self) -> tuple[int, int]:
+        """Since the start: prompt tokens looked for in the prefix cache, and how many of them were there."""
+        return self._blocks.num_queried_tokens, self._blocks.num_hit_tokens
+
+    @property
+    def preemption_counts(self) -> tuple[int, int]:
+        """Since the start: how often a running request had to wait again for want of blocks, and for want of slots."""
+        return self._scheduler.num_preempted, self._scheduler.num_put_back
 
     def ready(self) -> EngineReady:
         """What the engine can take. `max_model_len` is the longest prompt plus answer, the KV cache considered."""
@@ -113,6 +136,7 @@ class LLMEngine:
             vocab_size=self._limits.vocab_size,
             eos_token_ids=sorted(self._eos_token_ids),
             kv_cache_tokens=self._limits.kv_cache_tokens,
+            max_num_seqs=self._max_num_seqs,
         )
 
     def add_request(self, message: GenerateRequest) -> None:
@@ -128,15 +152,17 @@ class LLMEngine:
             self._refused.append(_failure(message.request_id, str(error), type(error).__name__))
             return
         self._requests[request.request_id] = request
-        self._scheduler.add(request)
+        if request.sampling.constraint is None:
+            self._scheduler.add(request)
+        else:
+            self._compiling[request] = self._grammars.compile(request.sampling.constraint)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what it holds, now; no delta follows. An unknown id is ignored."""
         self._refused = [delta for delta in self._refused if delta.request_id != request_id]
         request = self._requests.get(request_id)
         if request is not None:
-            self._scheduler.abort(request)
-            self._forget(request)
+            self._drop(request)
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say; adapters on their way into slots are something to do."""
@@ -147,12 +173,16 @@ class LLMEngine:
 
         A request fails here, with finish reason "error", when its adapter is needed from files that are gone or changed
         (AdapterLost), or when its adapter was unloaded or replaced and it has not ended `drain_timeout_s` later
-        (AdapterUnloaded). With nothing to run, it waits a few milliseconds for what is being read.
+        (AdapterUnloaded), or when its constraint does not compile or cannot be followed (InvalidRequest). With nothing
+        to run, it waits a few milliseconds for what is being read or compiled.
 
         Returns:
             At most one delta for each request that is running; a finished one is forgotten here.
         """
+        self._queue_compiled()
         self._end_overdue_requests()
+        for ref in self.manager.take_dropped():
+            self._blocks.forget_adapter(ref)
         self.manager.advance(max(SHORTEST_WRITE_S, WRITE_SHARE * min(self._recent_steps_s, default=0.0)))
         batch = self._schedule()
         if not batch.rows and self.manager.is_writing:
@@ -166,7 +196,7 @@ class LLMEngine:
         else:
             deltas = []
             if not self._refused and self.has_work():
-                self.manager.wait(LONGEST_WAIT_S)
+                self._wait()
         deltas += self._refused
         self._refused = []
         return deltas
@@ -184,15 +214,17 @@ class LLMEngine:
             for temperature in (0.0, 1.0):
                 sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.9, ignore_eos=True)
                 self.add_request(GenerateRequest(f"warm-up {name} {temperature}", prompt, sampling, name))
+        tokenizer = self._grammars.prepare()
         while self._requests:
             self.step()
+        tokenizer.result()
 
     def check_invariants(self) -> None:
         """Assert that requests, blocks, slots, pins and counts agree; costs time, for tests."""
         self.manager.check()
         self._scheduler.check()
         known = len(self._requests)
-        queued = self._scheduler.num_running + self._scheduler.num_waiting
+        queued = self._scheduler.num_running + self._scheduler.num_waiting + len(self._compiling)
         assert known == queued, f"{known} requests are known and {queued} are queued or running"
 
     def _accept(self, message: GenerateRequest) -> Request:
@@ -200,7 +232,6 @@ class LLMEngine:
             raise InvalidRequest(f"request id {message.request_id!r} is in use; give each request its own")
         check(message, self._limits)
         sampling = message.sampling
-        generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
         # Last, because from here on the adapter must be released.
         adapter = None if message.lora_name is None else self.manager.acquire(message.lora_name)
         return Request(
@@ -210,7 +241,9 @@ class LLMEngine:
             arrival=next(self._arrivals),
             sampling=sampling,
             adapter=adapter,
-            generator=generator,
+            sampler=SamplerState.start(sampling, message.prompt_token_ids, self._eos_token_ids),
+            # The logits of the whole prompt are needed, and shared blocks have none.
+            may_share_blocks=sampling.prompt_logprobs is None,
         )
 
     def _schedule(self) -> ScheduledBatch:
@@ -232,8 +265,7 @@ class LLMEngine:
         for request in list(self._requests.values()):
             if request.adapter is None or request.adapter not in overdue:
                 continue
-            self._scheduler.abort(request)
-            self._forget(request)
+            self._drop(request)
             message = (
                 f"LoRA adapter {request.adapter.name!r} was unloaded or replaced, and the request did not end within "
                 f"{self._drain_timeout_s:g} s of that; send it again, or raise lora_config.drain_timeout_s"
@@ -244,28 +276,95 @@ class LLMEngine:
         """Compute a batch of at least one row, and choose the next token of each row that is due."""
         batch = ScheduledBatch(self.manager.sort_lora_batch(batch.rows))
         logits = self.runner.run(batch)
+        batch, logits = self._without_late_rows(batch, score_prompts(batch.rows, logits))
         requests = [row.request for row in batch.rows if row.samples]
-        tokens = sample(
+        choices = sample(
             logits,
             [request.sampling for request in requests],
-            [request.generator for request in requests],
+            [request.sampler for request in requests],
             self._randomness,
         )
-        for row in batch.rows:
-            row.request.num_computed += row.num_tokens
-        return [self._advance(request, token) for request, token in zip(requests, tokens, strict=True)]
+        self._scheduler.advance(batch)
+        deltas = [self._advance(request, choice) for request, choice in zip(requests, choices, strict=True)]
+        self._grammars.follow(
+            [
+                (request.sampler.constraint, request.token_ids[-1])
+                for request in requests
+                if request.sampler.constraint is not None and request.request_id in self._requests
+            ]
+        )
+        return deltas
 
-    def _advance(self, request: Request, token: int | None) -> TokenDelta:
+    def _without_late_rows(self, batch: ScheduledBatch, logits: Tensor) -> tuple[ScheduledBatch, Tensor]:
+        """Leave out constrained rows of which it is not yet known what may come next: they are computed anew."""
+        sampling = [row for row in batch.rows if row.samples]
+        constraints = [one for row in sampling if (one := row.request.sampler.constraint) is not None]
+        if constraints:
+            self._grammars.settle(constraints)
+        if all(one.is_ready for one in constraints):
+            return batch, logits
+        late = {id(row) for row in sampling if (one := row.request.sampler.constraint) is not None and not one.is_ready}
+        kept = [place for place, row in enumerate(sampling) if id(row) not in late]
+        return ScheduledBatch([row for row in batch.rows if id(row) not in late]), logits[kept]
+
+    def _advance(self, request: Request, choice: Choice | None) -> TokenDelta:
         """Append the next token to a request's answer, and end the request if that was the last one."""
-        if token is None:
-            self._finish(request)
+        if choice is None:
+            self._scheduler.fail(request)
+            self._forget(request)
             model = "the base model" if request.adapter is None else f"LoRA adapter {request.adapter.name!r}"
             return _failure(request.request_id, f"{model} gave logits that are not finite (NaN or infinity)")
-        request.token_ids.append(token)
+        constraint = request.sampler.constraint
+        if constraint is not None and constraint.error is not None:
+            self._finish(request)
+            return _failure(request.request_id, constraint.error, InvalidRequest.__name__)
+        request.token_ids.append(choice.token_id)
+        request.sampler.take(choice.token_id)
         reason = request.finish_reason(self._eos_token_ids)
         if reason is not None:
             self._finish(request)
-        return TokenDelta(request.request_id, [token], reason)
+        scores_prompt = request.sampling.prompt_logprobs is not None and request.num_output_tokens == 1
+        num_cached_tokens = (request.num_cached_tokens or 0) if request.num_output_tokens == 1 else 0
+        return TokenDelta(
+            request.request_id,
+            [choice.token_id],
+            reason,
+            logprobs=None if choice.logprobs is None else [choice.logprobs],
+            prompt_logprobs=request.sampler.prompt_scores if scores_prompt else None,
+            num_cached_tokens=num_cached_tokens,
+        )
+
+    def _queue_compiled(self) -> None:
+        """Queue the requests whose constraints have been compiled, and refuse those whose cannot be."""
+        for request, compilation in list(self._compiling.items()):
+            if not compilation.done():
+                continue
+            del self._compiling[request]
+            try:
+                request.sampler.constraint = compilation.result()
+            except InvalidRequest as error:
+                self._forget(request)
+                self._refused.append(_failure(request.request_id, str(error), type(error).__name__))
+                continue
+            # The queue is in order of arrival, and others have come to it meanwhile.
+            request.arrival = next(self._arrivals)
+            self._scheduler.add(request)
+
+    def _wait(self) -> None:
+        """With nothing to run: wait a little for what others do."""
+        if self._compiling:
+            wait(self._compiling.values(), LONGEST_WAIT_S, return_when=FIRST_COMPLETED)
+        else:
+            self.manager.wait(LONGEST_WAIT_S)
+
+    def _drop(self, request: Request) -> None:
+        """Forget a request, wherever it is, and free what it holds."""
+        compilation = self._compiling.pop(request, None)
+        if compilation is None:
+            self._scheduler.abort(request)
+        else:
+            compilation.cancel()
+        self._forget(request)
 
     def _finish(self, request: Request) -> None:
         self._scheduler.finish(request)

@@ -1,16 +1,13 @@
 """One request's state from arrival to its last token, and the rows a step runs for it."""
 
-import math
 from dataclasses import dataclass, field
 
-import torch
-
+from lora_core.engine.block_hashes import BlockHashes
+from lora_core.engine.sampler_state import SamplerState
+from lora_core.engine.sampling_ranges import check_sampling, check_token_ids
 from lora_core.errors import AdapterLost, InvalidRequest
 from lora_core.messages import FinishReason, GenerateRequest, SamplingParams
 from lora_core.types import AdapterRef
-
-MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
-"""What `torch.Generator.manual_seed` takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +25,8 @@ class Limits:
 class Request:
     """A request inside the engine. It is compared by identity and changed only by the step thread.
 
-    `token_ids[:num_computed]` have their keys and values in the blocks of `block_table`; a preempted request gives its
-    blocks back, keeps its tokens, and computes them anew when it runs again.
+    `token_ids[:num_computed]` have their keys and values in the blocks of `block_table`. A preempted request gives its
+    blocks back, keeps its tokens, and when it runs again computes those anew that it does not find in the prefix cache.
     """
 
     request_id: str
@@ -41,13 +38,26 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     adapter: AdapterRef | None = None
     """The adapter generation it runs through; None is the base model."""
-    generator: torch.Generator | None = None
-    """The request's own randomness, when it has a seed; one draw for each sampled token."""
+    sampler: SamplerState = field(default_factory=SamplerState)
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     """KV blocks it owns, in token order."""
-    passed_over_s: float | None = None
-    """Clock reading when it first waited for an adapter slot, since it last joined the queue."""
+    may_share_blocks: bool = True
+    """Whether it may start behind what others have computed; not one that needs the logits of its whole prompt."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were in the prefix cache when it started for the first time; None before that."""
+    block_hashes: BlockHashes = field(init=False)
+    is_parked: bool = False
+    """Whether it waits, and has kept the blocks of `block_table` and what is computed in them."""
+    num_remembered: int = 0
+    """Blocks of `block_table`, from the first, that the prefix cache has been told of."""
+    queued_s: float = 0.0
+    """Clock reading when it last joined the queue."""
+    num_outputs_before: int = 0
+    """Tokens that had been generated when it last began to run."""
+
+    def __post_init__(self) -> None:
+        self.block_hashes = BlockHashes(self.adapter)
 
     @property
     def num_output_tokens(self) -> int:
@@ -58,6 +68,11 @@ class Request:
     def num_uncomputed(self) -> int:
         """Tokens not yet in the KV cache; 1 for a request that decodes."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether it has generated a token since it last began to run."""
+        return self.num_output_tokens > self.num_outputs_before
 
     @property
     def num_tokens_left(self) -> int:
@@ -88,6 +103,15 @@ class ScheduledRow:
         """Whether the row ends with the request's last known token, so that its logits choose the next one."""
         return self.num_tokens == self.request.num_uncomputed
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits of all its tokens are needed, because prompt tokens that follow them have no score yet."""
+        request = self.request
+        return (
+            request.sampling.prompt_logprobs is not None
+            and len(request.sampler.prompt_scores) < request.num_prompt_tokens - 1
+        )
+
 
 @dataclass(frozen=True)
 class ScheduledBatch:
@@ -108,11 +132,10 @@ def check(message: GenerateRequest, limits: Limits) -> None:
     Raises:
         InvalidRequest: it can never be served; the sentence gives what was found and what is allowed.
     """
-    _check_sampling(message.sampling, limits)
+    check_sampling(message.sampling, limits.vocab_size)
     if not message.prompt_token_ids:
         raise InvalidRequest("the prompt is empty; it needs at least one token")
-    _check_token_ids("prompt token id", message.prompt_token_ids, limits)
-    _check_token_ids("stop_token_ids entry", message.sampling.stop_token_ids, limits)
+    check_token_ids("prompt token id", message.prompt_token_ids, limits.vocab_size)
 
     num_prompt, max_tokens = len(message.prompt_token_ids), message.sampling.max_tokens
     for limit, what, setting in (
@@ -123,25 +146,4 @@ def check(message: GenerateRequest, limits: Limits) -> None:
             raise InvalidRequest(
                 f"the prompt's {num_prompt} tokens plus max_tokens {max_tokens} are {num_prompt + max_tokens}, and "
                 f"{what} holds {limit}; shorten the prompt, lower max_tokens, or raise {setting}"
-            )
-
-
-def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
-    if sampling.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {sampling.max_tokens}; it must be at least 1")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidRequest(f"temperature is {sampling.temperature}; it must be a finite number, 0 or more")
-    if not 0 < sampling.top_p <= 1:
-        raise InvalidRequest(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
-    if sampling.top_k < 0:
-        raise InvalidRequest(f"top_k is {sampling.top_k}; it must be at least 0, which keeps every token")
-    if sampling.seed is not None and not MIN_SEED <= sampling.seed <= MAX_SEED:
-        raise InvalidRequest(f"seed is {sampling.seed}; it must be from -2**63 to 2**64 - 1")
-
-
-def _check_token_ids(what: str, token_ids: list[int] | tuple[int, ...], limits: Limits) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < limits.vocab_size:
-            raise InvalidRequest(
-                f"{what} {token_id} is not in the model's vocabulary; ids run from 0 to {limits.vocab_size - 1}"
             )

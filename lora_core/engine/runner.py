@@ -13,6 +13,7 @@ from kernels import Routing
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.attention import SequenceSpan, build_attention, token_positions
 from lora_core.engine.kv_cache import Ints, KVCache, KVLayout
+from lora_core.engine.prompt_scores import logit_rows
 from lora_core.engine.request import ScheduledBatch, ScheduledRow
 from lora_core.errors import ConfigError
 from lora_core.layers import LoRALayer, LoRAModelWrapper, lora_layers
@@ -77,7 +78,7 @@ class ModelRunner:
                 `block_table` has room for `num_computed + num_tokens` tokens. Requests are not changed.
 
         Returns:
-            fp32 logits `[rows that sample, vocab_size]`, in row order.
+            fp32 logits `[rows that sample, vocab_size]`, in row order; all of `logit_rows` where prompts are scored.
 
         Raises:
             KeyError: the adapter of a request has no slot; it is named.
@@ -105,7 +106,7 @@ class ModelRunner:
                 attention,
                 self.kv_cache.layers,
             )
-        sampling_rows = ends[[row.samples for row in rows]] - 1
+        sampling_rows = logit_rows(rows, ends)
         if len(sampling_rows) < len(hidden):
             hidden = hidden.index_select(0, self._to_device(sampling_rows))
         with self._routed(self._head_routing(routing, sampling_rows)):

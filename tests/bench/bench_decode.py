@@ -51,6 +51,8 @@ class Ours:
         paths = tuple(f"{name}={path}" for name, path in adapters.items())
         lora = LoRAConfig(enable_lora=True, lora_paths=paths, max_lora_rank=RANK, max_num_loras=ADAPTERS)
         settings: dict[str, Any] = {"model": base, "dtype": dtype, "device": "cpu", "num_threads": 1}
+        # The same prompts come again and again, and are to be computed each time.
+        settings["enable_prefix_caching"] = False
         self._engine = LLMEngine(EngineConfig(**settings, max_num_batched_tokens=2048, max_model_len=512), lora)
 
     def generate(self, names: Names, num_tokens: int) -> list[list[int]]:

@@ -344,7 +344,7 @@ def bounded(world: World) -> Got:
         num_others = sum(future.result() for future in busy)
     for name in names:
         app.unload(name)
-    # max_slot_wait_s is 2; then the requests of one adapter have to end. The traffic alone would go on for 60 s.
+    # max_slot_wait_s is 2, and the rest is what a busy machine needs. The traffic alone would go on for 60 s.
     in_time = Got(f"{waited_s:.1f} s beside {num_others} requests", waited_s < 15 and num_others > 12)
     return all_of(in_time, checked(world, reply, folders[4], PROMPTS[20]))
 

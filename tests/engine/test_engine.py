@@ -102,12 +102,8 @@ def test_preempted_requests_answer_as_ever(start: Start, reference: Reference, b
     engine = start(kv_cache_tokens=96, block_size=block_size, max_num_batched_tokens=24)
     for index, (name, size) in enumerate(zip(MIX, SIZES, strict=True)):
         ask(engine, str(index), name, size)
-    answers: Answers = {}
-    num_preempted = 0
-    while engine.has_work():
-        running = engine.num_running
-        deltas = step(engine, answers)
-        num_preempted += engine.num_running < running - sum(delta.finish_reason is not None for delta in deltas)
+    answers = finish(engine)
+    num_preempted, _ = engine.preemption_counts
     assert num_preempted, "the cache was never too small"
     for index, (name, size) in enumerate(zip(MIX, SIZES, strict=True)):
         assert answers[str(index)] == Answer(reference(name, size), "length")
@@ -420,9 +416,9 @@ def test_a_request_gets_the_only_slot_within_its_bound(start: Start, reference: 
         now_s += 0.1
         if "one" in answers and waited_s is None:
             waited_s = now_s - 1.0
-    # The bound, and the fourteen steps of the last request of the other adapter.
+    # The other adapter has its slot for half the bound at least.
     assert waited_s is not None
-    assert 1.0 <= waited_s <= 1.0 + 1.6
+    assert 0.5 <= waited_s <= 1.0
     finish(engine, answers)
     assert answers.pop("one").tokens == reference("rslora-r8", 7)
     assert all(answer.tokens == reference("linear-r4", 7) for answer in answers.values())

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from deployments.engine_client import EngineClient
 from deployments.generation import GenerateCall, GenerateChunk
@@ -20,30 +18,14 @@ from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.errors import AdapterNotFound, InvalidRequest
 from lora_core.messages import EngineReady, SamplingParams
 from lora_core.types import LoRAOperation, LoRARequest, LoRAStatus
+from tests.engine.byte_model import save_byte_tokenizer
 from tests.factories import make_adapter, reference_tokens, tiny_llama
 
 CONTEXT = 160
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role == 'tool' %}{{ raise_exception('tools are not for me') }}{% endif %}"
-    "<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "Grüße, 世界"}]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def save_tokenizer(folder: Path) -> None:
-    """One token a byte, and a few special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    pretrained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")  # type: ignore[no-untyped-call]
-    pretrained.chat_template = TEMPLATE
-    pretrained.save_pretrained(folder)
 
 
 class Served(NamedTuple):
@@ -60,7 +42,7 @@ class Served(NamedTuple):
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     base = tiny_llama(tmp_path_factory.mktemp("base"), vocab=257)
-    save_tokenizer(base)
+    save_byte_tokenizer(base)
     adapter = make_adapter(base, tmp_path_factory.mktemp("adapter"), seed=7)
     engine = EngineConfig(model=base, dtype="float32", device="cpu", max_model_len=CONTEXT, num_threads=1)
     client = EngineClient(engine, LoRAConfig(enable_lora=True, max_lora_rank=4))
@@ -89,6 +71,16 @@ def ids_of(chunks: list[GenerateChunk]) -> list[int]:
 def decode_after(tokenizer: ModelTokenizer, prompt: list[int], output: list[int]) -> str:
     before = str(tokenizer.backend.decode(prompt))
     return str(tokenizer.backend.decode(prompt + output))[len(before) :]
+
+
+async def test_chunks_tell_how_much_of_the_prompt_was_cached(served: Served) -> None:
+    prompt = [(place * 11) % 250 for place in range(40)]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    cached = []
+    for _ in range(2):
+        chunks = await answer(served.generator, prompt_token_ids=prompt, sampling=sampling, max_tokens=4)
+        cached.append({chunk.cached_tokens for chunk in chunks})
+    assert cached == [{0}, {32}]
 
 
 async def test_a_chat_is_answered_in_whole_characters(served: Served) -> None:

@@ -22,10 +22,12 @@ SHAPES = ((4, 5), (1, 1), (2, 1), (2, 4), (4, 1))
 """Slots, and about how many adapters fit into host memory (the others are read again when they are asked for); a seed
 has one of these."""
 
-KV_CACHE_TOKENS = 200
+KV_CACHE_TOKENS = 72
 READ_TIMEOUT_S, STALL_S = 4.0, 5.0
 STALL_EVERY, STALLED_STEPS = 10_000, 50
 """Steps from one stall of a name's files to the next, and for how many of them it goes on."""
+RETURN_STEPS = 30
+"""For how long after files have come back a read from before may be what its adapter's requests are told of."""
 DRAIN_TIMEOUT_S = 0.05
 MOST_STEPS_IN_FLIGHT = 5_000
 """A request that takes longer is stuck."""
@@ -84,6 +86,8 @@ class Fuzz:
         self._hidden: set[Version] = set()
         self._swapped: set[Version] = set()
         self._generations = itertools.count(1000, 1000)
+        # When files of a name came back.
+        self._returned: dict[str, int] = {}
         # The name whose files are slow to come.
         self._stalled: str | None = None
         self._operations: dict[str, Operation] = {}
@@ -160,7 +164,8 @@ class Fuzz:
         asked = Asked(name, prompt, self._draw.randint(1, MAX_TOKENS), self.counts["steps"], known)
         asked.may_be_unknown = name is not None and None in versions
         asked.may_be_unloaded = name in self._operations
-        asked.may_be_lost = name == self._stalled or any(map(self._is_away, versions))
+        since_return = self.counts["steps"] - self._returned.get(name or "", -RETURN_STEPS)
+        asked.may_be_lost = name == self._stalled or since_return < RETURN_STEPS or any(map(self._is_away, versions))
         sampling = SamplingParams(max_tokens=asked.max_tokens, temperature=0, ignore_eos=True)
         self._note(f"ask {request_id} {name} prompt {prompt} tokens {asked.max_tokens}")
         self._engine.add_request(GenerateRequest(request_id, list(self._world.prompts[prompt]), sampling, name))
@@ -205,6 +210,7 @@ class Fuzz:
             return
         asked.tokens += delta.token_ids
         self.counts["tokens"] += len(delta.token_ids)
+        self.counts["cached_tokens"] += delta.num_cached_tokens
         is_right = any(answer[: len(asked.tokens)] == asked.tokens for answer in asked.answers)
         assert is_right, f"{delta.request_id} {asked}"
         if delta.finish_reason is not None:
@@ -300,6 +306,7 @@ class Fuzz:
         if version in self._swapped:
             shutil.rmtree(version.folder)
         _hiding_place(version).rename(version.folder)
+        self._returned[version.name] = self.counts["steps"]
         self._hidden.discard(version)
         self._swapped.discard(version)
 
@@ -379,6 +386,7 @@ class Fuzz:
         self._collect(wait=True)
         self._step_engine()
         assert not self._engine.has_work(), "the engine still has work"
+        self.counts["preempted"], self.counts["put_back"] = self._engine.preemption_counts
         assert self._engine.manager.residency() == ([], []), f"left behind: {self._engine.manager.residency()}"
 
     def _note(self, event: str) -> None:

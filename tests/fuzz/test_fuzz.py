@@ -25,6 +25,9 @@ def test_no_answer_differs_from_a_quiet_run(tmp_path: Path) -> None:
         "renumber",
         "stalls",
         "AdapterLost",
+        "cached_tokens",
+        "preempted",
+        "put_back",
     ):
         assert fuzz.counts[what] > 0, f"{what} never happened: {fuzz.counts}"
     assert fuzz.counts["tokens"] > STEPS / 2

@@ -24,7 +24,9 @@ from tests.factories import ATTENTION_TARGETS, LINEAR_TARGETS, make_adapter, tin
 NUM_NAMES = 12
 MAX_RANK = 8
 MAX_TOKENS = 12
-NUM_PROMPTS = 16
+NUM_PROMPTS, NUM_STEMS = 16, 3
+MAX_SLOT_WAIT_S = 0.05
+"""About ten steps, so that requests are put back often."""
 NEAR_TIE = 1e-3
 """A prompt whose answer has two logits closer than this is not asked: the order of a sum may decide between them."""
 
@@ -72,7 +74,7 @@ class World:
         draw = random.Random(seed)
         self.stalled: dict[str, float] = {}
         """Seconds that reads of an adapter take longer, by its name."""
-        self.prompts = [[draw.randrange(64) for _ in range(draw.randint(1, 40))] for _ in range(NUM_PROMPTS)]
+        self.prompts = list(_prompts(draw))
 
     @contextmanager
     def slow_files(self) -> Iterator[None]:
@@ -93,6 +95,15 @@ class World:
         return version
 
 
+def _prompts(draw: random.Random) -> Iterator[list[int]]:
+    """Most begin as others do, with few tokens or many, up to all of another prompt."""
+    stems = [[draw.randrange(64) for _ in range(32)] for _ in range(NUM_STEMS)]
+    for _ in range(NUM_PROMPTS):
+        shared = draw.choice(stems)[: draw.choice((0, 8, 12, 23, 32))]
+        own = [draw.randrange(64) for _ in range(draw.choice((0, 1, 4, 9)))]
+        yield shared + own or [draw.randrange(64)]
+
+
 class QuietRuns:
     """Greedy answers of each version to each prompt, by an engine that does nothing else at the time."""
 
@@ -102,7 +113,8 @@ class QuietRuns:
         self._reports: dict[Version, LoadReport] = {}
         self._margins: list[float] = []
         self._engine = LLMEngine(
-            engine_config(world, kv_cache_tokens=256), LoRAConfig(enable_lora=True, max_lora_rank=MAX_RANK)
+            engine_config(world, kv_cache_tokens=256, enable_prefix_caching=False),
+            LoRAConfig(enable_lora=True, max_lora_rank=MAX_RANK),
         )
         run = self._engine.runner.run
 
@@ -153,7 +165,7 @@ class QuietRuns:
         return tokens if min(self._margins) > NEAR_TIE else None
 
 
-def engine_config(world: World, *, kv_cache_tokens: int) -> EngineConfig:
+def engine_config(world: World, *, kv_cache_tokens: int, enable_prefix_caching: bool = True) -> EngineConfig:
     """A small engine: chunked prompts, few seats, and a KV cache that overflows."""
     return EngineConfig(
         model=world.base,
@@ -164,4 +176,6 @@ def engine_config(world: World, *, kv_cache_tokens: int) -> EngineConfig:
         max_num_batched_tokens=48,
         block_size=4,
         kv_cache_tokens=kv_cache_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        max_slot_wait_s=MAX_SLOT_WAIT_S,
     )

@@ -1,11 +1,13 @@
 """A scheduler with real blocks and real slots, stepped on a clock of its own with a model of one line."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_core.adapter_record import AdapterRecord, FolderStamp
 from lora_core.adapters import AdapterTable
+from lora_core.engine.block_tables import BlockTables
 from lora_core.engine.blocks import BlockPool
 from lora_core.engine.request import Request, ScheduledBatch
 from lora_core.engine.scheduler import Scheduler
@@ -135,6 +137,8 @@ class SteppedScheduler:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 16
     max_slot_wait_s: float = 2.0
+    max_loras_per_step: int | None = None
+    share: bool = True
     checks: bool = True
     host_adapters: int = 10**6
     read_steps: int = 1
@@ -146,12 +150,14 @@ class SteppedScheduler:
     def __post_init__(self) -> None:
         self.slots = Slots(self.num_slots, self.host_adapters, self.read_steps, self.write_steps)
         self.blocks = BlockPool(self.num_blocks, self.block_size)
+        self.tables = BlockTables(self.blocks, share=self.share)
         self.scheduler = Scheduler(
-            self.blocks,
+            self.tables,
             self.slots,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_slot_wait_s=self.max_slot_wait_s,
+            max_loras_per_step=self.max_loras_per_step,
             clock=lambda: self.now_s,
         )
         self.cache: dict[tuple[int, int], tuple[int, AdapterRef | None]] = {}
@@ -160,12 +166,16 @@ class SteppedScheduler:
     def adapter(self, name: str) -> AdapterRef:
         return self.slots.adapter(name)
 
-    def add(self, name: str | None, prompt: int = 3, max_tokens: int = 4) -> Request:
+    def add(
+        self, name: str | None, prompt: int = 3, max_tokens: int = 4, tokens: Sequence[int] | None = None
+    ) -> Request:
+        """Queue a request with the given prompt, or with one so long of its own."""
         arrival = len(self.outcomes)
+        text = [(arrival * 7 + place) % VOCAB for place in range(prompt)] if tokens is None else list(tokens)
         request = Request(
             request_id=f"r{arrival}",
-            token_ids=[(arrival * 7 + place) % VOCAB for place in range(prompt)],
-            num_prompt_tokens=prompt,
+            token_ids=text,
+            num_prompt_tokens=len(text),
             arrival=arrival,
             sampling=SamplingParams(max_tokens=max_tokens),
             adapter=None if name is None else self.slots.table.acquire(self.adapter(name).name),
@@ -180,6 +190,22 @@ class SteppedScheduler:
         self._forget(request)
         self.check()
 
+    def fail(self, request: Request) -> None:
+        """End a running request as one whose logits are not finite."""
+        self.scheduler.fail(request)
+        self._forget(request)
+        self.check()
+
+    def reload(self, name: str) -> None:
+        """Load a name's adapter anew, in place; nothing happens if it is not loaded."""
+        if self.slots.table.find(name) is not None:
+            self.slots.table.add(name, record(name), name, replace=True)
+
+    def unload(self, name: str) -> None:
+        """Unload an adapter, if it is loaded."""
+        if self.slots.table.find(name) is not None:
+            self.slots.table.retire(name)
+
     def _forget(self, request: Request) -> None:
         self.live.remove(request)
         if request.adapter is not None:
@@ -187,6 +213,8 @@ class SteppedScheduler:
 
     def step(self) -> ScheduledBatch:
         self.slots.advance()
+        for ref in self.slots.table.take_dropped():
+            self.tables.forget_adapter(ref)
         batch = self.scheduler.schedule()
         self.history.append(batch)
         for request, error in batch.lost:
@@ -197,28 +225,32 @@ class SteppedScheduler:
         assert len(batch.rows) <= self.max_num_seqs
         assert len({row.request.request_id for row in batch.rows}) == len(batch.rows)
         assert all(row.num_tokens > 0 for row in batch.rows)
-        assert len({row.adapter for row in batch.rows} - {None}) <= self.num_slots
+        assert len({row.adapter for row in batch.rows} - {None}) <= (self.max_loras_per_step or self.num_slots)
         self.now_s += STEP_S
+        sampling = [row.request for row in batch.rows if row.samples]
         for row in batch.rows:
-            self._run(row.request, row.num_tokens, row.samples)
+            self._write(row.request, row.num_tokens)
+        self.scheduler.advance(batch)
+        for request in sampling:
+            self._sample(request)
         self.check()
         return batch
 
-    def _run(self, request: Request, num_tokens: int, samples: bool) -> None:
+    def _write(self, request: Request, num_tokens: int) -> None:
         outcome = self.outcomes[request.request_id]
         if outcome.started_s is None:
             outcome.started_s = self.now_s - STEP_S
         for place in range(request.num_computed, request.num_computed + num_tokens):
             self.cache[self._cell(request, place)] = (request.token_ids[place], request.adapter)
-        request.num_computed += num_tokens
-        if samples:
-            read = [self.cache[self._cell(request, place)] for place in range(request.num_computed)]
-            assert {adapter for _, adapter in read} == {request.adapter}
-            request.token_ids.append(next_token([token for token, _ in read], request.adapter))
-            if request.finish_reason(frozenset()) is not None:
-                outcome.finished_s = self.now_s
-                self.scheduler.finish(request)
-                self._forget(request)
+
+    def _sample(self, request: Request) -> None:
+        read = [self.cache[self._cell(request, place)] for place in range(request.num_computed)]
+        assert {adapter for _, adapter in read} == {request.adapter}
+        request.token_ids.append(next_token([token for token, _ in read], request.adapter))
+        if request.finish_reason(frozenset()) is not None:
+            self.outcomes[request.request_id].finished_s = self.now_s
+            self.scheduler.finish(request)
+            self._forget(request)
 
     def _cell(self, request: Request, place: int) -> tuple[int, int]:
         return request.block_table[place // self.block_size], place % self.block_size
@@ -240,7 +272,7 @@ class SteppedScheduler:
         self.scheduler.check()
         self.slots.table.check()
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
-        running = Counter(r.adapter for r in self.live if r.adapter is not None and r.block_table)
+        running = Counter(r.adapter for r in self.live if r.adapter is not None and self.running(r))
         assert running == self.num_pins()
 
     def num_pins(self) -> dict[AdapterRef, int]:
@@ -254,4 +286,4 @@ class SteppedScheduler:
         assert request.token_ids[len(prompt) :] == answer(prompt, request.adapter, request.sampling.max_tokens)
 
     def running(self, request: Request) -> bool:
-        return bool(request.block_table)
+        return bool(request.block_table) and not request.is_parked

@@ -100,6 +100,21 @@ def test_an_unused_adapter_is_dropped_at_once() -> None:
         table.retire("a")
 
 
+def test_generations_that_are_gone_for_good_are_told_once_each() -> None:
+    table = Table(2)
+    kept, used, unused = (table.load(name) for name in ("kept", "used", "unused"))
+    table.acquire("used")
+    table.retire("used")
+    table.retire("unused")
+    assert table.take_dropped() == [unused]
+    newer = table.renumber("kept", 100)
+    assert table.take_dropped() == [kept]
+    table.release(used)
+    assert table.take_dropped() == [used]
+    assert table.take_dropped() == []
+    assert newer in table.residency()[1]
+
+
 def test_a_pinned_slot_outlives_the_last_release() -> None:
     table = Table(1)
     table.load("a")

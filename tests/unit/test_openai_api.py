@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from deployments.answer import Answer
 from deployments.generation import GenerateChunk
 from deployments.http_api import events
 from deployments.ingress import parse_body
-from deployments.openai_api import Answer, ChatCompletionRequest, CompletionRequest
+from deployments.openai_api import ChatCompletionRequest, CompletionRequest
 from lora_core.errors import EngineDead, InvalidRequest
+from lora_core.messages import SamplingParams
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -28,6 +30,54 @@ def test_chat_fields_reach_the_engine() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0, 0.5, 0, 7)
     assert sampling.stop_token_ids == (3,)
     assert call.messages == [{"role": "user", "content": "hi"}]
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    body = {
+        **TEXT, "n": 3, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -2, "frequency_penalty": 0.5,
+        "logit_bias": {"7": -100, "0": 0.5}, "min_tokens": 4, "ignore_eos": True, "logprobs": 2, "echo": True,
+        "prompt_logprobs": 1, "max_tokens": 9,
+    }  # fmt: skip
+    call = parse_body(body).call("id", None, 0)
+    assert (call.n, call.echo, call.max_tokens) == (3, True, 9)
+    assert call.sampling == SamplingParams(
+        min_p=0.1, repetition_penalty=1.5, presence_penalty=-2, frequency_penalty=0.5, min_tokens=4, ignore_eos=True,
+        logit_bias=((7, -100), (0, 0.5)), logprobs=2, prompt_logprobs=2,
+    )  # fmt: skip
+    chat = parse_body({**CHAT, "logprobs": True, "top_logprobs": 5, "prompt_logprobs": 1}).call("id", None, 0)
+    assert (chat.sampling.logprobs, chat.sampling.prompt_logprobs) == (5, 1)
+    assert parse_body({**CHAT, "logprobs": True}).call("id", None, 0).sampling.logprobs == 0
+    assert parse_body({**TEXT, "echo": True}).call("id", None, 0).sampling.prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("field", "kind", "source"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}},
+            "json_schema",
+            '{"type": "array"}',
+        ),
+        ({"structured_outputs": {"json": {"type": "array"}}}, "json_schema", '{"type": "array"}'),
+        ({"structured_outputs": {"json": "{}"}}, "json_schema", "{}"),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type": "object"}'),
+        ({"structured_outputs": {"regex": "a|b"}}, "regex", "a|b"),
+        ({"structured_outputs": {"choice": ["a.b", "c"]}}, "regex", r"a\.b|c"),
+    ],
+)
+def test_constraints_reach_the_engine(field: dict[str, Any], kind: str, source: str) -> None:
+    constraint = parse_body({**CHAT, **field}).call("id", None, 0).sampling.constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.source) == (kind, source)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequest, match="nested"):
+        parse_body({**CHAT, "structured_outputs": {"json": schema}})
 
 
 def test_defaults() -> None:
@@ -68,18 +118,39 @@ def test_prompt_may_be_token_ids() -> None:
         ({"model": 3}, "model"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"n": 2}, "n is not supported"),
-        ({"n": True}, "n is not supported"),
-        ({"logprobs": 0}, "logprobs is not supported"),
+        ({"n": 0}, "n: "),
+        ({"n": True}, "n: "),
+        ({"logprobs": 0}, "logprobs: "),
+        ({"top_logprobs": 3}, "top_logprobs is only allowed when logprobs is true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: "),
+        ({"prompt_logprobs": 21}, "prompt_logprobs: "),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs comes with a whole answer"),
+        ({"echo": True}, "echo is not supported"),
+        ({"min_p": 1.1}, "min_p: "),
+        ({"min_tokens": -1}, "min_tokens: "),
+        ({"repetition_penalty": 0}, "repetition_penalty: "),
+        ({"presence_penalty": 2.5}, "presence_penalty: "),
+        ({"frequency_penalty": -2.5}, "frequency_penalty: "),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"01": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": "high"}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, 'json_schema goes with type "json_schema"'),
+        ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, "json_schema goes with"),
+        ({"structured_outputs": {}}, "0 constraints are given"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 constraints are given"),
+        ({"structured_outputs": {"regx": "a"}}, "unknown key 'regx'; did you mean 'regex'?"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "response_format and structured_outputs",
+        ),
+        ({"guided_json": {}}, 'write structured_outputs: {"json": ...}'),
         ({"messages": [{"role": "user"}]}, "needs content"),
         ({"messages": [{"role": "user", "content": None}]}, "needs content"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls is not supported"),
-        ({"logprobs": True}, "logprobs is not supported"),
-        ({"logit_bias": {"1": 2}}, "logit_bias is not supported"),
         ({"tools": [{}]}, "tools is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
-        ({"temprature": 1}, "temprature"),
+        ({"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'?"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "pirate", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
@@ -126,8 +197,10 @@ def test_wrong_prompts_are_refused(prompt: Any) -> None:
 
 def pieces() -> list[GenerateChunk]:
     return [
-        GenerateChunk(text="Ar", token_ids=[5], prompt_tokens=3, completion_tokens=1),
-        GenerateChunk(text="r!", token_ids=[6, 2], finish_reason="stop", prompt_tokens=3, completion_tokens=3),
+        GenerateChunk(text="Ar", token_ids=[5], prompt_tokens=3, cached_tokens=2, completion_tokens=1),
+        GenerateChunk(
+            text="r!", token_ids=[6, 2], finish_reason="stop", prompt_tokens=3, cached_tokens=2, completion_tokens=3
+        ),
     ]
 
 
@@ -146,7 +219,12 @@ def test_whole_answer() -> None:
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Arr!"}
     assert answer["choices"][0]["token_ids"] == [5, 6, 2]
     assert answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
 
 
 async def test_streamed_chunks_with_usage() -> None:
@@ -157,6 +235,7 @@ async def test_streamed_chunks_with_usage() -> None:
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 3
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 3
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 

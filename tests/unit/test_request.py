@@ -4,7 +4,7 @@ import pytest
 
 from lora_core.engine.request import Limits, Request, ScheduledBatch, ScheduledRow, check
 from lora_core.errors import InvalidRequest
-from lora_core.messages import GenerateRequest, SamplingParams
+from lora_core.messages import Constraint, GenerateRequest, SamplingParams
 from lora_core.types import AdapterRef
 
 LIMITS = Limits(max_model_len=64, kv_cache_tokens=32, vocab_size=100)
@@ -27,6 +27,11 @@ def test_a_request_at_every_limit_is_accepted() -> None:
     )
     check(GenerateRequest("r", [0, 99, 1, 2], sampling), LIMITS)
     check(GenerateRequest("r", [1], SamplingParams(max_tokens=1, seed=-(2**63), top_p=1e-6, top_k=10**6)), LIMITS)
+    sampling = SamplingParams(
+        max_tokens=3, min_tokens=3, min_p=1, repetition_penalty=0.01, presence_penalty=-2, frequency_penalty=2,
+        logit_bias=((0, -100), (99, 100)), logprobs=20, prompt_logprobs=0, constraint=Constraint("regex", "a" * 65536),
+    )  # fmt: skip
+    check(GenerateRequest("r", [1], sampling), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +45,25 @@ def test_a_request_at_every_limit_is_accepted() -> None:
         ([1], {"temperature": -0.1}, ["temperature is -0.1"]),
         ([1], {"temperature": float("nan")}, ["temperature is nan"]),
         ([1], {"temperature": float("inf")}, ["temperature is inf"]),
-        ([1], {"top_p": 0.0}, ["top_p is 0.0", "at most 1"]),
+        ([1], {"top_p": 0.0}, ["top_p is 0", "at most 1"]),
         ([1], {"top_p": 1.01}, ["top_p is 1.01"]),
         ([1], {"top_p": float("nan")}, ["top_p is nan"]),
+        ([1], {"min_p": 1.5}, ["min_p is 1.5", "0 to 1"]),
+        ([1], {"min_p": float("nan")}, ["min_p is nan"]),
+        ([1], {"repetition_penalty": 0.0}, ["repetition_penalty is 0.0", "0.01 to 100"]),
+        ([1], {"presence_penalty": -2.5}, ["presence_penalty is -2.5", "-2 to 2"]),
+        ([1], {"frequency_penalty": float("nan")}, ["frequency_penalty is nan"]),
+        ([1], {"min_tokens": -1}, ["min_tokens is -1"]),
+        ([1], {"min_tokens": 9, "max_tokens": 8}, ["min_tokens is 9", "max_tokens 8"]),
+        ([1], {"logprobs": 21}, ["logprobs is 21", "0 to 20"]),
+        ([1], {"logprobs": -1}, ["logprobs is -1"]),
+        ([1], {"prompt_logprobs": 21}, ["prompt_logprobs is 21", "0 to 20"]),
+        ([1], {"logit_bias": ((100, 1.0),)}, ["logit_bias key 100", "0 to 99"]),
+        ([1], {"logit_bias": ((5, 100.5),)}, ["logit_bias of token 5 is 100.5", "-100 to 100"]),
+        ([1], {"logit_bias": ((5, float("nan")),)}, ["logit_bias of token 5 is nan"]),
+        ([1], {"logit_bias": ((5, 1.0), (5, 2.0))}, ["twice"]),
+        ([1], {"constraint": Constraint("regex", "a"), "ignore_eos": True}, ["ignore_eos", "end-of-text"]),
+        ([1], {"constraint": Constraint("regex", "a" * 65537)}, ["65537 characters", "65536"]),
         ([1], {"top_k": -1}, ["top_k is -1", "at least 0"]),
         ([1], {"seed": 2**64}, [f"seed is {2**64}"]),
         ([1], {"stop_token_ids": (3, 100)}, ["stop_token_ids entry 100", "0 to 99"]),

@@ -3,13 +3,22 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from lora_core.engine import sampler
-from lora_core.engine.sampler import PREFIX, draw, sample
+from lora_core.engine.likeliest import likeliest
+from lora_core.engine.sampler import PREFIXES, draw, sample
+from lora_core.engine.sampler_state import SamplerState
 from lora_core.messages import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+PREFIX = PREFIXES[-1]
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> Tensor:
@@ -20,9 +29,18 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def choose(
+    logits: Tensor, sampling: list[SamplingParams], generators: list[torch.Generator | None], shared: torch.Generator
+) -> list[int | None]:
+    choices = sample(logits, sampling, [SamplerState(generator=generator) for generator in generators], shared)
+    return [None if choice is None else choice.token_id for choice in choices]
+
+
 def reference_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """Distribution of one row `[V]` by transformers."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
     if params.top_k:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
@@ -55,15 +73,21 @@ def exact_probs(logits: Tensor, params: SamplingParams, points: int = 20_000) ->
         SamplingParams(top_p=1e-6),
         SamplingParams(temperature=0.7, top_k=10, top_p=0.8),
         SamplingParams(temperature=3.0, top_k=40, top_p=0.99),
+        SamplingParams(min_p=0.1),
+        SamplingParams(min_p=1e-4),
+        SamplingParams(min_p=1.0),
+        SamplingParams(min_p=0.02, top_p=0.7),
+        SamplingParams(min_p=1e-3, top_k=12),
+        SamplingParams(temperature=2.0, min_p=0.05, top_k=30, top_p=0.9),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("prefix", [8, 512], ids=["short-prefix", "prefix"])
+@pytest.mark.parametrize("prefixes", [(8, 20), (4,), (64, 512)], ids=str)
 def test_draws_follow_the_distribution_of_transformers(
-    params: SamplingParams, prefix: int, monkeypatch: pytest.MonkeyPatch
+    params: SamplingParams, prefixes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A prefix shorter than what is kept takes the road that orders the whole vocabulary.
-    monkeypatch.setattr(sampler, "PREFIX", prefix)
+    # A prefix shorter than what is kept takes the road that orders more.
+    monkeypatch.setattr(sampler, "PREFIXES", prefixes)
     logits = random_logits(1, 51)[0]
     torch.testing.assert_close(exact_probs(logits, params), reference_probs(logits, params), atol=3e-4, rtol=0)
 
@@ -72,8 +96,19 @@ def test_a_prefix_and_the_whole_vocabulary_choose_alike() -> None:
     vocab = 3 * PREFIX
     logits = random_logits(64, vocab, scale=0.5)
     uniform = torch.rand(64, generator=seeded(1))
-    wide = [SamplingParams(top_p=0.99), SamplingParams(top_k=2 * PREFIX), SamplingParams(top_k=2 * PREFIX, top_p=0.9)]
-    narrow = [SamplingParams(top_p=0.01), SamplingParams(top_k=20), SamplingParams(top_k=20, top_p=0.5)]
+    wide = [
+        SamplingParams(top_p=0.99),
+        SamplingParams(top_k=2 * PREFIX),
+        SamplingParams(top_k=2 * PREFIX, top_p=0.9),
+        SamplingParams(min_p=1e-2),
+        SamplingParams(min_p=1e-2, top_p=0.4),
+    ]
+    narrow = [
+        SamplingParams(top_p=0.01),
+        SamplingParams(top_k=20),
+        SamplingParams(top_k=20, top_p=0.5),
+        SamplingParams(min_p=0.9),
+    ]
     for params in (*wide, *narrow):
         probs = torch.stack([reference_probs(row, params) for row in logits])
         ordered, ids = probs.sort(dim=-1, descending=True)
@@ -87,7 +122,7 @@ def test_greedy_rows_take_the_largest_logit_in_a_mixed_batch() -> None:
     logits = random_logits(6, 97)
     params = [GREEDY, SamplingParams(), GREEDY, SamplingParams(top_k=3), SamplingParams(top_p=0.5), GREEDY]
     before = logits.clone()
-    tokens = sample(logits, params, [None] * 6, seeded(0))
+    tokens = choose(logits, params, [None] * 6, seeded(0))
     assert torch.equal(logits, before)
     for row in (0, 2, 5):
         assert tokens[row] == int(logits[row].argmax())
@@ -108,7 +143,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
         SamplingParams(seed=7, top_k=900, top_p=0.99),
     ):
         alone = seeded(7)
-        expected = [sample(row.unsqueeze(0), [params], [alone], seeded(0))[0] for row in logits]
+        expected = [choose(row.unsqueeze(0), [params], [alone], seeded(0))[0] for row in logits]
         assert len(set(expected)) > 1
         in_batch = seeded(7)
         for step, row in enumerate(logits):
@@ -117,12 +152,12 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
             generators = [in_batch if p is params else seeded(5) if p.seed == 5 else None for p in batch]
             rows = random_logits(len(batch), logits.shape[-1], seed=100 + step)
             rows[place] = row
-            assert sample(rows, batch, generators, seeded(step))[place] == expected[step]
+            assert choose(rows, batch, generators, seeded(step))[place] == expected[step]
 
 
 def test_rows_without_a_seed_differ_from_each_other() -> None:
     logits = torch.zeros(32, 1000)
-    tokens = sample(logits, [SamplingParams()] * 32, [None] * 32, seeded(0))
+    tokens = choose(logits, [SamplingParams()] * 32, [None] * 32, seeded(0))
     assert len(set(tokens)) > 16
 
 
@@ -132,21 +167,21 @@ def test_a_row_that_is_not_finite_gives_none_and_its_neighbours_their_tokens(
     bad: float, params: SamplingParams
 ) -> None:
     logits = random_logits(3, 50)
-    expected = sample(logits, [params, GREEDY, params], [seeded(1), None, seeded(2)], seeded(0))
+    expected = choose(logits, [params, GREEDY, params], [seeded(1), None, seeded(2)], seeded(0))
     broken = logits.clone()
     broken[1, 17] = bad
-    assert sample(broken, [params, GREEDY, params], [seeded(1), None, seeded(2)], seeded(0)) == [
+    assert choose(broken, [params, GREEDY, params], [seeded(1), None, seeded(2)], seeded(0)) == [
         expected[0],
         None,
         expected[2],
     ]
-    assert sample(broken[1:2], [params], [seeded(1)], seeded(0)) == [None]
+    assert choose(broken[1:2], [params], [seeded(1)], seeded(0)) == [None]
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-7, 1e-3])
 def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     logits = random_logits(4, 100) * 1000
-    tokens = sample(logits, [SamplingParams(temperature=temperature, top_p=0.9)] * 4, [None] * 4, seeded(0))
+    tokens = choose(logits, [SamplingParams(temperature=temperature, top_p=0.9)] * 4, [None] * 4, seeded(0))
     assert tokens == logits.argmax(dim=-1).tolist()
 
 
@@ -162,5 +197,34 @@ def test_the_ends_of_the_uniform_range_stay_inside_what_is_kept() -> None:
         assert set(draw(logits, [params] * 2, uniform).tolist()) <= allowed
 
 
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.99), SamplingParams(top_k=300)], ids=str)
+def test_tokens_that_are_ruled_out_are_never_drawn(params: SamplingParams) -> None:
+    """Also where a uniform number falls between rows' sums, and in vocabularies of broken blocks."""
+    for vocab in (700, 64, 8200):
+        logits = random_logits(40, vocab, seed=vocab, scale=0.1)
+        allowed = torch.rand(40, vocab, generator=seeded(vocab)) < 0.01
+        allowed[:, 17] = True
+        # The last ones, and whole blocks, are ruled out.
+        allowed[:, vocab - 40 :] = False
+        logits.masked_fill_(~allowed, -torch.inf)
+        for value in (0.0, 0.3, 0.9999999, 1 - 2**-24):
+            tokens = draw(logits, [params] * 40, torch.full((40,), value))
+            assert allowed[torch.arange(40), tokens].all()
+
+
 def test_no_rows_give_no_tokens() -> None:
-    assert sample(torch.empty(0, 10), [], [], seeded(0)) == []
+    assert choose(torch.empty(0, 10), [], [], seeded(0)) == []
+
+
+@pytest.mark.parametrize("vocab", [50, 8191, 8192, 49152, 50257])
+@pytest.mark.parametrize("k", [1, 64, 512])
+def test_the_likeliest_are_those_of_topk(vocab: int, k: int) -> None:
+    values = random_logits(3, vocab, seed=vocab + k)
+    # The last ones are outside every group.
+    values[1, -1] = 1e3
+    values[2, vocab // 2 :] = -torch.inf
+    expected = values.topk(min(k, vocab))
+    found, ids = likeliest(values, min(k, vocab))
+    assert torch.equal(found, expected.values)
+    assert torch.equal(values.gather(-1, ids), found)
+    assert all(len(set(row)) == len(row) for row in ids.tolist())

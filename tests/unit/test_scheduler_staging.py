@@ -58,8 +58,7 @@ def test_no_slot_is_set_aside_for_an_adapter_that_is_being_read() -> None:
     for _ in range(25):
         if not any(request.adapter == engine.adapter("a") for request in engine.live if engine.running(request)):
             engine.add("a", max_tokens=4)
-        engine.step()
-        assert slow.passed_over_s is None
+        assert engine.step().rows, "the slot of 'a' is set aside"
     engine.run()
     engine.assert_exact(slow)
 
@@ -74,14 +73,14 @@ def test_the_wait_for_a_slot_is_bounded_once_the_files_are_there() -> None:
         engine.step()
     started_s = engine.outcomes[waiter.request_id].started_s
     assert started_s is not None
-    # The read, the bound, the longest request of "a", and the write.
-    assert started_s <= (10 + 10 + 12 + 3) * STEP_S
+    # The read, the bound, and the write.
+    assert started_s <= (10 + 10 + 3) * STEP_S
     engine.run()
     engine.assert_exact(waiter)
 
 
 def test_a_reservation_ends_with_the_memory_of_the_adapter_it_was_for() -> None:
-    engine = SteppedScheduler(num_slots=1, host_adapters=2, max_slot_wait_s=0.3)
+    engine = SteppedScheduler(num_slots=1, host_adapters=2, max_slot_wait_s=0.8)
     engine.add("a", max_tokens=30)
     engine.step()
     waiter = engine.add("b")
@@ -117,7 +116,7 @@ def test_lost_adapters_fail_all_of_their_waiting_requests_and_no_other() -> None
 
 
 def test_a_pinned_adapter_is_not_drained_for_others() -> None:
-    engine = SteppedScheduler(num_slots=2, max_slot_wait_s=0.5)
+    engine = SteppedScheduler(num_slots=2, max_slot_wait_s=1.35)
     pinned = engine.adapter("pinned")
     engine.slots.table.pin_name("pinned")
     engine.add("pinned", max_tokens=3)

@@ -46,7 +46,13 @@ def test_official_client_whole_and_streamed_agree(client: openai.OpenAI) -> None
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         answers[model] = whole.choices[0].message.content
         assert text == answers[model]
-        assert chunks[-1].usage == whole.usage
+        streamed, asked_first = chunks[-1].usage, whole.usage
+        assert streamed is not None
+        assert asked_first is not None
+        assert (streamed.prompt_tokens, streamed.completion_tokens) == (
+            asked_first.prompt_tokens,
+            asked_first.completion_tokens,
+        )
         assert whole.model == model
         assert whole.choices[0].finish_reason in ("stop", "length")
     assert len(set(answers.values())) == 4, answers

@@ -1,0 +1,115 @@
+"""`Answer`: the OpenAI-style objects that answer one request, made of the chunks a replica sends."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from deployments.generation import GenerateChunk
+from deployments.openai_api import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from deployments.token_scores import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
+
+
+class Answer:
+    """The objects that answer one request, whole or in chunks: they share an id, a time and a model."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._chat = isinstance(request, ChatCompletionRequest)
+        self.id = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
+        self._created = int(time.time())
+        # Of each choice, where its next token starts in its text.
+        self._offsets: dict[int, TextOffsets] = {}
+
+    async def chunks(self, pieces: AsyncIterator[GenerateChunk]) -> AsyncIterator[dict[str, Any]]:
+        """The streamed answer: the role (chat only), the text, and the usage where it was asked for.
+
+        Pieces of several choices come as they are ready, each with its `index`.
+        """
+        last: dict[int, GenerateChunk] = {}
+        async for piece in pieces:
+            if piece.index not in last and self._chat:
+                yield self._chunk({"index": piece.index, "delta": {"role": "assistant", "content": ""}})
+            last[piece.index] = piece
+            yield self._piece(piece)
+        if self._request.include_usage and last:
+            yield {**self._envelope(stream=True), "choices": [], "usage": _usage(list(last.values()))}
+
+    def whole(self, pieces: list[GenerateChunk]) -> dict[str, Any]:
+        """The answer in one object. `pieces` is not empty."""
+        by_index: dict[int, list[GenerateChunk]] = {}
+        for piece in pieces:
+            by_index.setdefault(piece.index, []).append(piece)
+        choices = [self._choice(index, of_one) for index, of_one in sorted(by_index.items())]
+        usage = _usage([of_one[-1] for of_one in by_index.values()])
+        answer = {**self._envelope(stream=False), "choices": choices, "usage": usage}
+        if self._chat and self._request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._prompt_logprobs(by_index[0])
+        return answer
+
+    def _choice(self, index: int, pieces: list[GenerateChunk]) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        logprobs = self._logprobs(pieces)
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": pieces[-1].finish_reason}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+            if self._request.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._prompt_logprobs(pieces)
+        if self._request.return_token_ids:
+            choice["token_ids"] = [token for piece in pieces for token in piece.token_ids]
+        return choice
+
+    def _piece(self, piece: GenerateChunk) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": piece.index,
+            "logprobs": self._logprobs([piece]),
+            "finish_reason": piece.finish_reason,
+        }
+        if self._chat:
+            choice["delta"] = {"content": piece.text} if piece.text else {}
+        else:
+            choice["text"] = piece.text
+        if self._request.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return self._chunk(choice)
+
+    def _logprobs(self, pieces: Sequence[GenerateChunk]) -> dict[str, Any] | None:
+        """Of the next pieces of one choice."""
+        scores = [score for piece in pieces for score in piece.scores or ()]
+        request = self._request
+        if request.num_logprobs is None:
+            return None
+        if isinstance(request, CompletionRequest):
+            if request.echo:
+                scores = [score for piece in pieces for score in piece.prompt_scores or ()] + scores
+            offsets = self._offsets.setdefault(pieces[0].index, TextOffsets())
+            return completion_logprobs(scores, request.num_logprobs, offsets)
+        return chat_logprobs(scores)
+
+    def _prompt_logprobs(self, pieces: Sequence[GenerateChunk]) -> list[dict[str, Any] | None]:
+        scores = [score for piece in pieces for score in piece.prompt_scores or ()]
+        return prompt_logprobs(scores, self._request.prompt_logprobs or 0)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        filled = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
+        usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
+        return {**self._envelope(stream=True), "choices": [filled], **usage}
+
+    def _envelope(self, *, stream: bool) -> dict[str, Any]:
+        chat = "chat.completion.chunk" if stream else "chat.completion"
+        kind = chat if self._chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._request.model}
+
+
+def _usage(last: Sequence[GenerateChunk]) -> dict[str, Any]:
+    """Of one request, from the last chunk of each of its choices: the prompt counts once, as the first one found it."""
+    prompt_tokens = last[0].prompt_tokens
+    completion_tokens = sum(chunk.completion_tokens for chunk in last)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": min(chunk.cached_tokens for chunk in last)},
+    }

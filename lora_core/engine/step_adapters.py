@@ -1,0 +1,45 @@
+"""Which adapters take part in a step, where not all of them may."""
+
+from collections.abc import Iterable
+
+from lora_core.engine.request import ScheduledRow
+from lora_core.types import AdapterRef
+
+
+class StepAdapters:
+    """Lets at most so many adapters take part in a step, by turns: those first whose last step is longest ago."""
+
+    def __init__(self, max_adapters: int | None) -> None:
+        """Set the limit; None is no limit."""
+        self._max_adapters = max_adapters
+        self._chosen: set[AdapterRef] = set()
+        # In the order of their last step.
+        self._last: dict[AdapterRef, None] = {}
+
+    def choose(self, running: Iterable[AdapterRef]) -> None:
+        """Begin a step: choose among the adapters whose requests run."""
+        if self._max_adapters is None:
+            return
+        candidates = dict.fromkeys(running)
+        self._last = {adapter: None for adapter in self._last if adapter in candidates}
+        # One that has just come has not been in a step yet.
+        order = [adapter for adapter in candidates if adapter not in self._last] + list(self._last)
+        self._chosen = set(order[: self._max_adapters])
+
+    def add(self, adapter: AdapterRef) -> None:
+        """Take note of an adapter that has come during the step: it takes part if there is room."""
+        if self._max_adapters is not None and len(self._chosen) < self._max_adapters:
+            self._chosen.add(adapter)
+
+    def admits(self, adapter: AdapterRef | None) -> bool:
+        """Whether requests of the adapter may be in the step; the base model's always may."""
+        return self._max_adapters is None or adapter is None or adapter in self._chosen
+
+    def ran(self, rows: Iterable[ScheduledRow]) -> None:
+        """Take note of the step that was put together."""
+        if self._max_adapters is None:
+            return
+        for adapter in {row.adapter for row in rows} - {None}:
+            if adapter is not None:
+                self._last.pop(adapter, None)
+                self._last[adapter] = None

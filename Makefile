@@ -4,11 +4,14 @@
 PYTHON ?= python3
 CONFIG ?= cluster/config.yaml
 STEPS ?= 20000
+MINUTES ?= 8
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TRITON36 := .make/triton36
 
-.PHONY: setup serve check test smoke cases fuzz bench-decode bench-load bench-fair bench-sampler demo-adapters clean
+.PHONY: setup serve check test smoke cases fuzz kernels-static test-triton36 tune \
+	bench-decode bench-load bench-fair bench-sampler bench-kernels-cpu demo-adapters clean
 
 setup: $(INSTALLED)
 
@@ -28,6 +31,19 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest
+	$(MAKE) test-triton36
+
+# What the kernels compile to for GPUs that are not here.
+kernels-static: setup
+	$(BIN)/python -m tests.kernels.static
+
+# The kernels' tests on the oldest Triton they run on; the tests themselves check that it is that one.
+test-triton36: setup $(TRITON36)/.installed
+	EXPECTED_TRITON=3.6.0 PYTHONPATH=$(TRITON36) $(BIN)/python -m pytest tests/kernels --ignore tests/kernels/test_static.py
+
+$(TRITON36)/.installed: $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(TRITON36) triton==3.6.0
+	touch $@
 
 smoke: setup
 	$(BIN)/python -m tests.serve.smoke
@@ -49,6 +65,13 @@ bench-fair: setup
 
 bench-sampler: setup
 	$(BIN)/python -m tests.bench.bench_sampler
+
+bench-kernels-cpu: setup
+	$(BIN)/python -m tests.bench.bench_kernels_cpu
+
+# On a machine with a GPU; MINUTES is when to stop.
+tune: setup
+	$(BIN)/python -m tests.gpu.tune --minutes $(MINUTES)
 
 demo-adapters: setup
 	$(BIN)/python -m cluster.demo.train_adapters

@@ -3,13 +3,16 @@
 import torch
 from torch import Tensor
 
+from kernels import reference
 from kernels.schedule import Routing
 from kernels.sgmv_cpu import sgmv_embed_cpu
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def sgmv_embed(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing) -> None:
+def sgmv_embed(
+    ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, *, check: bool = True
+) -> None:
     """Add each adapter row's low-rank embedding to y, in place.
 
     Semantics, for each group g with slot s and rows r:
@@ -25,16 +28,19 @@ def sgmv_embed(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing
         b_stack: One B per slot `[N, OUT, R]`, same dtype as a_stack.
         y: The base embedding `[T, OUT]`, bf16, fp16 or fp32, updated in place.
         routing: The step's routing, on y's device.
+        check: Whether to compare the arguments; see `kernels.sgmv.sgmv`.
 
     Raises:
         ValueError: shapes, dtypes, devices or layouts disagree (both sides are named).
-        IndexError: on the CPU, an adapter row's token is not among the V.
+        IndexError: without a tile table, an adapter row's token is not among the V.
     """
     if routing.end == 0:
         return
-    _check(ids, a_stack, b_stack, y, routing)
+    if check:
+        _check(ids, a_stack, b_stack, y, routing)
     if routing.tiles is None:
-        sgmv_embed_cpu(ids, a_stack, b_stack, y, routing)
+        plain = sgmv_embed_cpu if routing.path == "cpu" else reference.sgmv_embed
+        plain(ids, a_stack, b_stack, y, routing)
         return
     planes = torch.ops.lora_fleet.sgmv_gather(ids, a_stack, routing.tiles, routing.block_m)
     torch.ops.lora_fleet.sgmv_expand(
@@ -63,7 +69,7 @@ def _check(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Ro
             f"a_stack has {num_slots} slots of rank {rank}, the routing {len(routing.slot_ranks)} slot_ranks "
             f"up to {routing.max_rank}"
         )
-    expected = torch.float32 if routing.tiles is None else y.dtype
+    expected = routing.stack_dtype(y.dtype)
     if y.dtype not in _DTYPES or not a_stack.dtype == b_stack.dtype == expected:
         raise ValueError(
             f"y is {y.dtype}, a_stack {a_stack.dtype} and b_stack {b_stack.dtype}; expected y of "

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels import reference
 from kernels.schedule import Routing
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -11,7 +12,7 @@ _MAX_GATHERED_ROWS = 64
 """Rows of several adapters up to which the CPU path computes all of them at once."""
 
 
-def scale_rows(y: Tensor, gain_stack: Tensor, bias: Tensor | None, routing: Routing) -> None:
+def scale_rows(y: Tensor, gain_stack: Tensor, bias: Tensor | None, routing: Routing, *, check: bool = True) -> None:
     """Scale each adapter row of a layer's output by its adapter's gains, leaving out the bias, in place.
 
     Semantics, for each group g with slot s, rows r and a true rank that is not 0:
@@ -25,15 +26,18 @@ def scale_rows(y: Tensor, gain_stack: Tensor, bias: Tensor | None, routing: Rout
         gain_stack: fp32 `[N, OUT]`, DoRA's factor of each output, less one.
         bias: The base layer's bias `[OUT]` of y's dtype, which is part of y and not scaled; or None.
         routing: The step's routing, on y's device.
+        check: Whether to compare the arguments; see `kernels.sgmv.sgmv`.
 
     Raises:
         ValueError: shapes, dtypes, devices or layouts disagree (both sides are named).
     """
     if not routing.groups:
         return
-    _check(y, gain_stack, bias, routing)
+    if check:
+        _check(y, gain_stack, bias, routing)
     if routing.tiles is None:
-        _scale_rows_cpu(y, gain_stack, bias, routing)
+        plain = _scale_rows_cpu if routing.path == "cpu" else reference.scale_rows
+        plain(y, gain_stack, bias, routing)
     else:
         torch.ops.lora_fleet.scale_rows(y, gain_stack, bias, routing.tiles, routing.block_m)
 

@@ -7,12 +7,16 @@ from torch import Tensor
 _EXPECTED_ROWS = 64
 """Rows oneDNN is told to choose the blocking for; 16 to 256 measured alike, 1 is slower from two rows on."""
 
+_TOLERANCE = 0.03
+"""Largest difference between the packed product and the plain one, as a part of the largest result or weight."""
+
 
 class PackedLinear:
     """`y = x @ weight.T + bias` with a prepacked weight: 1.2 to 2 times `F.linear` at decode batch sizes.
 
-    The packing operators are private to torch (Inductor emits them). Where they are missing, refuse the weight or
-    fail a first product, the layer keeps the plain weight and calls `F.linear`.
+    The packing operators are private to torch (Inductor emits them). Where they are missing, refuse the weight, or get
+    a first product wrong, the layer keeps the plain weight and calls `F.linear`. So it does in fp16, which most
+    processors do not multiply.
 
     Attributes:
         in_features: Width of x.
@@ -83,11 +87,21 @@ def _pack(weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """The weight in oneDNN's order, or None where this build or this processor cannot use it."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or weight.numel() == 0:
         return None
-    if not torch.backends.mkldnn.enabled:
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):  # type: ignore[no-untyped-call]
         return None
+    # Private operators may change without notice, in meaning too: one row is multiplied in both ways.
+    row = torch.linspace(0.5, 1.5, weight.shape[1]).to(weight.dtype).unsqueeze(0)
+    expected = F.linear(row, weight, bias)
     try:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
-        torch.ops.mkldnn._linear_pointwise(weight.new_zeros(1, weight.shape[1]), packed, bias, "none", [], "")
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(row, packed, bias, "none", [], "")
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return packed
+    return packed if found.shape == expected.shape and _is_close(found, expected, weight) else None
+
+
+def _is_close(found: Tensor, expected: Tensor, weight: Tensor) -> bool:
+    """Whether two products with a weight differ by no more than roundings."""
+    low, high = torch.aminmax(weight)
+    allowed = _TOLERANCE * torch.stack([expected.abs().max(), low.abs(), high.abs()]).float().max()
+    return bool((found.float() - expected.float()).abs().max() <= allowed)

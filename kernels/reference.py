@@ -1,11 +1,19 @@
 """The fp32 truth of every operation, in plain torch: one loop, no tiles, no tricks. Tests compare with it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.schedule import Routing
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""Of the gate of `sgmv_swiglu`, by the names transformers gives them."""
 
 
 def sgmv_shrink(x: Tensor, a_stack: Tensor, routing: Routing, projections: int) -> Tensor:
@@ -34,6 +42,22 @@ def sgmv_expand(planes: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, sl
 def sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence[int]) -> None:
     """As `kernels.sgmv.sgmv`, on any device."""
     sgmv_expand(sgmv_shrink(x, a_stack, routing, len(slices)), b_stack, y, routing, slices)
+
+
+def sgmv_swiglu(
+    x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, activation: str = "silu"
+) -> Tensor:
+    """As `kernels.swiglu.sgmv_swiglu`, on any device."""
+    adapted = y.clone()
+    width = y.shape[1] // 2
+    sgmv(x, a_stack, b_stack, adapted, routing, (width, width))
+    return gate(adapted, activation)
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """`activation(gate) * up` of `[T, 2*I]`, with torch's own operators and their roundings."""
+    gate, up = gate_up.chunk(2, -1)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def sgmv_embed(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing) -> None:

@@ -4,16 +4,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.pieces import Batch, Segment, cut
-from kernels.tuning import num_tiles, row_tile
-
-# Parts of the device buffer start at multiples of 16 bytes, so that a launch always specialises the same way.
-_ALIGN = 4
+from kernels.pieces import Batch, Loop, cut
+from kernels.step_buffer import upload
+from kernels.support import triton_fault, warn_of_fallback
+from kernels.tuning import device_name, num_tiles, row_tile
 
 
 class Group(NamedTuple):
@@ -40,9 +39,11 @@ class Routing:
         ranks: int32 `[num_slots]`, true rank of each slot's adapter (the largest over its modules); 0 if empty.
         slot_ranks: The same on the host.
         tiles: int32 `[num_tiles, 4]` rows of `(slot, row0, row_end, rank)`: at most `block_m` rows of one group
-            each; then the base rows, with slot -1; then unused ones, with slot -1 and no rows. None where the step
-            runs without a tile table (CPU).
+            each; then the base rows, with slot -1; then unused ones, with slot -1 and no rows. A tile without an
+            adapter has rank 0. None where the step runs without a tile table.
+        counters: int32 `[num_tiles + 1]` of zeros, with which each operation is one launch instead of two; or None.
         block_m: Rows a tile covers; 0 without tiles.
+        path: How operations run: "triton" with tiles; "cpu" on the CPU; "torch" on devices without Triton kernels.
         buffer: int32, the memory the device tensors above are views of.
     """
 
@@ -54,12 +55,14 @@ class Routing:
     ranks: Tensor
     slot_ranks: tuple[int, ...]
     tiles: Tensor | None
+    counters: Tensor | None
     block_m: int
+    path: Literal["cpu", "torch", "triton"]
     buffer: Tensor
     _parts: "dict[frozenset[int], Routing | None]" = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
-    def pieces(self) -> tuple[Segment | Batch, ...]:
+    def pieces(self) -> tuple[Loop | Batch, ...]:
         """The groups as the CPU path multiplies them, cut once a step and shared by all its layers."""
         return cut(self.groups, self.slot_ranks)
 
@@ -76,11 +79,15 @@ class Routing:
         slots = [group.slot for group in used for _ in range(group.start, group.stop)]
         return torch.tensor(rows, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
 
+    def stack_dtype(self, activations: torch.dtype) -> torch.dtype:
+        """Data type of the slot tensors for activations of a data type: fp32 on the CPU, else the same."""
+        return torch.float32 if self.path == "cpu" else activations
+
     def among(self, slots: frozenset[int]) -> "Routing | None":
         """The part of the step that uses some of these slots, or None where no row does.
 
-        On the CPU its groups are those of these slots. On a device it is the whole routing, because the tile table is
-        the step's: what is in other slots must then add nothing.
+        Its groups are those of these slots. With a tile table it is the whole routing, because the table is the
+        step's: what is in other slots must then add nothing.
         """
         if self.slots <= slots:
             return self if self.slots else None
@@ -100,7 +107,8 @@ class Routing:
             num_rows=len(rows),
             max_groups=self.max_groups,
             device=self.buffer.device,
-            block_m=row_tile(len(rows), self.max_groups) if self.block_m else 0,
+            block_m=row_tile(len(rows), self.max_groups, device_name(self.buffer.device)) if self.block_m else 0,
+            one_launch=self.counters is not None,
         )
 
     def _part(self, slots: frozenset[int]) -> "Routing | None":
@@ -131,6 +139,7 @@ def build_routing(
     max_groups: int,
     device: torch.device,
     block_m: int | None = None,
+    one_launch: bool = False,
     into: Tensor | None = None,
 ) -> Routing:
     """Check a step's routing triple and put it on the device with one copy.
@@ -142,7 +151,10 @@ def build_routing(
         num_rows: Rows of the step, base rows included.
         max_groups: Most groups any step can have: the capacity of the device tensors.
         device: Where the device tensors live.
-        block_m: Rows of a tile, a power of two. Unset: none on CPU, else chosen from `num_rows` and `max_groups`.
+        block_m: Rows of a tile, a power of two; 0: no tile table. Unset: none on the CPU and on devices that Triton's
+            kernels do not support, of which the log says why once, else chosen from `num_rows` and `max_groups`.
+        one_launch: Where there is a tile table, let `sgmv` and `sgmv_swiglu` be one launch each, whose programs wait
+            for each other. Steps with such a routing may not run at the same time.
         into: A `buffer` of an earlier routing of the same shapes, overwritten instead of allocating (so that a
             captured graph finds the new routing at the old addresses).
 
@@ -152,25 +164,25 @@ def build_routing(
     groups = _checked_groups(lora_ids, grouped_offsets, len(slot_ranks), num_rows, max_groups)
     end = grouped_offsets[-1]
     if block_m is None:
-        block_m = 0 if device.type == "cpu" else row_tile(num_rows, max_groups)
-    tile_rows = []
+        block_m = _row_tile(num_rows, max_groups, device)
+    tile_rows, num_counters = [], 0
     if block_m:
         length = num_tiles(num_rows, max_groups, block_m)
         tile_rows = tile_table([*groups, Group(-1, end, num_rows)], [*slot_ranks, 0], block_m, length)
+        num_counters = length + 1 if one_launch else 0
 
-    host: list[int] = []
-    spans: list[tuple[int, int]] = []
-    for part in (
-        tile_rows,
-        [*lora_ids, *[-1] * (max_groups - len(lora_ids))],
-        [*grouped_offsets, *[end] * (max_groups - len(lora_ids))],
-        slot_ranks,
-    ):
-        spans.append((len(host), len(part)))
-        host.extend(part)
-        host.extend([0] * (-len(host) % _ALIGN))
-    buffer = _upload(host, device, into)
-    tiles, ids, offsets, ranks = (buffer[start : start + length] for start, length in spans)
+    buffer, (tiles, ids, offsets, ranks, counters) = upload(
+        [
+            tile_rows,
+            [*lora_ids, *[-1] * (max_groups - len(lora_ids))],
+            [*grouped_offsets, *[end] * (max_groups - len(lora_ids))],
+            slot_ranks,
+            [0] * num_counters,
+        ],
+        device,
+        into,
+        "num_rows, max_groups, block_m, one_launch and number of slots",
+    )
     return Routing(
         num_rows=num_rows,
         groups=groups,
@@ -179,8 +191,10 @@ def build_routing(
         grouped_offsets=offsets,
         ranks=ranks,
         slot_ranks=tuple(slot_ranks),
-        tiles=tiles.view(-1, 4) if block_m else None,
+        tiles=tiles.view(len(tile_rows) // 4, 4) if block_m else None,
+        counters=counters if num_counters else None,
         block_m=block_m,
+        path="triton" if block_m else "cpu" if device.type == "cpu" else "torch",
         buffer=buffer,
     )
 
@@ -198,6 +212,16 @@ def tile_table(groups: Sequence[Group], slot_ranks: Sequence[int], block_m: int,
     ]
     table.extend([-1, 0, 0, 0] * (length - len(table) // 4))
     return table
+
+
+def _row_tile(num_rows: int, max_groups: int, device: torch.device) -> int:
+    """Rows of a tile on a device; 0 where there is no tile table."""
+    if device.type == "cpu":
+        return 0
+    if fault := triton_fault(device):
+        warn_of_fallback(device, fault)
+        return 0
+    return row_tile(num_rows, max_groups, device_name(device))
 
 
 def _checked_groups(
@@ -223,15 +247,3 @@ def _checked_groups(
         if stop > start:
             groups.append(Group(slot, start, stop))
     return tuple(groups)
-
-
-def _upload(host: list[int], device: torch.device, into: Tensor | None) -> Tensor:
-    staged = torch.tensor(host, dtype=torch.int32, pin_memory=device.type == "cuda")
-    if into is None:
-        return staged.to(device, non_blocking=True)
-    if into.shape != staged.shape or into.device.type != device.type:
-        raise ValueError(
-            f"into holds {into.numel()} numbers on {into.device}, this routing needs {staged.numel()} on {device}; "
-            "reuse a buffer only for equal num_rows, max_groups, block_m and number of slots"
-        )
-    return into.copy_(staged, non_blocking=True)

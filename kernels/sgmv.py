@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.schedule import Routing
 from kernels.sgmv_cpu import sgmv_cpu
-from kernels.tuning import StepShape, device_name, shrink_tile
+from kernels.tuning import StepShape, device_name, launches_dependently, shrink_tile
 
 MAX_SLICES = 3
 """Most projections one fused site can have on a device (query, key and value)."""
@@ -19,7 +19,16 @@ MAX_SLICES = 3
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence[int]) -> None:
+def sgmv(
+    x: Tensor,
+    a_stack: Tensor,
+    b_stack: Tensor,
+    y: Tensor,
+    routing: Routing,
+    slices: Sequence[int],
+    *,
+    check: bool = True,
+) -> None:
     """Add each adapter row's low-rank delta to y, in place.
 
     Semantics, for each group g with slot s and rows r, and each projection p with output columns c (slice p of OUT):
@@ -33,29 +42,29 @@ def sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routin
     Args:
         x: Activations `[T, K]`, bf16, fp16 or fp32, rows grouped by adapter, base rows last.
         a_stack: One A per slot `[N, S*R, K]`: the S projections of a fused site one below the other, each padded to R
-            rows. fp32 on the CPU, x's dtype on a device.
+            rows. fp32 on the CPU, x's dtype on a device (`routing.stack_dtype`).
         b_stack: One B per slot `[N, OUT, R]`, same dtype as a_stack.
         y: The base layer's output `[T, OUT]`, x's dtype, updated in place.
         routing: The step's routing, on x's device. A graph is captured with one that has adapter rows, and replayed
             for any other of the same shapes that `build_routing` has written into its buffer.
         slices: Output widths of the S projections; they add up to OUT.
+        check: Whether to compare the arguments, at 9 us a call. Callers may leave it out where tensors of the same
+            shapes, dtypes, devices and layouts have passed with a routing of as many rows and slots, and of the path.
 
     Raises:
         ValueError: shapes, dtypes, devices or layouts disagree (both sides are named).
     """
     if routing.end == 0:
         return
-    if not _fit(x, a_stack, b_stack, y, routing, slices):
-        _check_shrink(x, a_stack, routing, len(slices))
-        _check_expand(b_stack, y, routing, slices)
-        _check_pair(x, a_stack, b_stack, y, slices)
+    if check:
+        check_sgmv(x, a_stack, b_stack, y, routing, slices)
     if routing.tiles is None:
-        sgmv_cpu(x, a_stack, b_stack, y, routing, slices)
+        plain = sgmv_cpu if routing.path == "cpu" else reference.sgmv
+        plain(x, a_stack, b_stack, y, routing, slices)
         return
-    planes = torch.ops.lora_fleet.sgmv_shrink(
-        x, a_stack, routing.tiles, routing.block_m, routing.max_groups, len(slices)
+    torch.ops.lora_fleet.sgmv(
+        x, a_stack, b_stack, y, routing.tiles, routing.counters, routing.block_m, routing.max_groups, slices
     )
-    torch.ops.lora_fleet.sgmv_expand(planes, b_stack, y, routing.tiles, routing.block_m, routing.max_groups, slices)
 
 
 def sgmv_shrink(x: Tensor, a_stack: Tensor, routing: Routing, projections: int) -> Tensor:
@@ -120,30 +129,11 @@ def sgmv_expand(planes: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, sl
     torch.ops.lora_fleet.sgmv_expand(planes, b_stack, y, routing.tiles, routing.block_m, routing.max_groups, slices)
 
 
-def _fit(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence[int]) -> bool:
-    """Whether the checks below would all pass, in half their time: it is paid at every site of every step."""
-    if not x.dim() == y.dim() == 2 or not a_stack.dim() == b_stack.dim() == 3:
-        return False
-    (num_rows, width), (num_slots, a_rows, a_width) = x.shape, a_stack.shape
-    (b_slots, out, rank), dtype, device = b_stack.shape, x.dtype, x.device
-    stack_dtype = torch.float32 if routing.tiles is None else dtype
-    return (
-        width == a_width
-        and y.shape == (num_rows, out)
-        and sum(slices) == out
-        and len(routing.slot_ranks) == num_slots == b_slots
-        and a_rows == len(slices) * rank
-        and routing.end <= num_rows
-        and routing.max_rank <= rank
-        and (routing.tiles is None or len(slices) <= MAX_SLICES)
-        and dtype in _DTYPES
-        and y.dtype == dtype
-        and a_stack.dtype == b_stack.dtype == stack_dtype
-        and device == y.device == a_stack.device == b_stack.device == routing.buffer.device
-        and x.stride(1) == y.stride(1) == 1
-        and a_stack.is_contiguous()
-        and b_stack.is_contiguous()
-    )
+def check_sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence[int]) -> None:
+    """Raise ValueError, with both sides, unless these are arguments of `sgmv`."""
+    _check_shrink(x, a_stack, routing, len(slices))
+    _check_expand(b_stack, y, routing, slices)
+    _check_pair(x, a_stack, b_stack, y, slices)
 
 
 def _check_shrink(x: Tensor, a_stack: Tensor, routing: Routing, projections: int) -> None:
@@ -180,7 +170,7 @@ def _check_expand(b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence
 
 
 def _check_stack(name: str, stack: Tensor, rank: int, rows_name: str, rows: Tensor, routing: Routing) -> None:
-    expected = torch.float32 if routing.tiles is None else rows.dtype
+    expected = routing.stack_dtype(rows.dtype)
     if stack.dtype != expected:
         raise ValueError(
             f"{name} is {stack.dtype} and {rows_name} {rows.dtype}, expected {name} in {expected}: "
@@ -209,6 +199,28 @@ def _check_pair(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, slices: 
         )
 
 
+def _triton_sgmv(
+    x: Tensor,
+    a_stack: Tensor,
+    b_stack: Tensor,
+    y: Tensor,
+    tiles: Tensor,
+    counters: Tensor | None,
+    block_m: int,
+    max_groups: int,
+    slices: Sequence[int],
+) -> None:
+    from kernels.sgmv_launch import expand_launch, pair_launch, shrink_launch
+
+    if counters is not None:
+        pair_launch(x, a_stack, b_stack, y, tiles, counters, block_m, max_groups, slices).run()
+        return
+    dependent = launches_dependently(x.device, x.shape[0], max_groups)
+    planes, launch = shrink_launch(x, a_stack, tiles, block_m, max_groups, len(slices), dependent=dependent)
+    launch.run()
+    expand_launch(planes, b_stack, y, tiles, block_m, max_groups, slices, dependent=dependent).run()
+
+
 def _triton_shrink(
     x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, max_groups: int, projections: int
 ) -> Tensor:
@@ -227,6 +239,20 @@ def _triton_expand(
     expand_launch(planes, b_stack, y, tiles, block_m, max_groups, slices).run()
 
 
+def _fake_sgmv(
+    x: Tensor,
+    a_stack: Tensor,
+    b_stack: Tensor,
+    y: Tensor,
+    tiles: Tensor,
+    counters: Tensor | None,
+    block_m: int,
+    max_groups: int,
+    slices: Sequence[int],
+) -> None:
+    return None
+
+
 def _fake_shrink(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, max_groups: int, projections: int) -> Tensor:
     width = a_stack.shape[1]
     step = StepShape(device_name(x.device), x.shape[0], max_groups, block_m)
@@ -240,7 +266,13 @@ def _fake_expand(
     return None
 
 
-# Triton is imported at the first launch, so that the CPU path needs none (there is no Triton for macOS).
+# The whole is one operator, so that nothing comes between its launches: the second may start before the first has
+# ended. It leaves its counters as it found them, so they are no output.
+torch.library.define(
+    "lora_fleet::sgmv",
+    "(Tensor x, Tensor a_stack, Tensor b_stack, Tensor(y!) y, Tensor tiles, Tensor? counters, int block_m, "
+    "int max_groups, int[] slices) -> ()",
+)
 torch.library.define(
     "lora_fleet::sgmv_shrink",
     "(Tensor x, Tensor a_stack, Tensor tiles, int block_m, int max_groups, int projections) -> Tensor",
@@ -249,7 +281,10 @@ torch.library.define(
     "lora_fleet::sgmv_expand",
     "(Tensor planes, Tensor b_stack, Tensor(y!) y, Tensor tiles, int block_m, int max_groups, int[] slices) -> ()",
 )
+# Triton is imported at the first launch, so that the CPU path needs none (there is no Triton for macOS).
+torch.library.impl("lora_fleet::sgmv", ("cpu", "cuda"), _triton_sgmv)
 torch.library.impl("lora_fleet::sgmv_shrink", ("cpu", "cuda"), _triton_shrink)
 torch.library.impl("lora_fleet::sgmv_expand", ("cpu", "cuda"), _triton_expand)
+torch.library.register_fake("lora_fleet::sgmv", _fake_sgmv)
 torch.library.register_fake("lora_fleet::sgmv_shrink", _fake_shrink)
 torch.library.register_fake("lora_fleet::sgmv_expand", _fake_expand)

@@ -37,6 +37,10 @@ class LoRAConfig(Settings):
     adapt_embeddings: bool = Field(
         default=True, description="Serve adapters of embed_tokens and lm_head; their slots cost memory by vocabulary."
     )
+    one_launch: bool = Field(
+        default=False,
+        description="On a GPU, apply a layer's adapters with one kernel whose parts wait for each other, not with two.",
+    )
     host_memory_bytes: int = Field(
         default=8 * 2**30,
         ge=1,

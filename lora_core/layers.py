@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels import Routing, scale_rows, sgmv, sgmv_embed
+from kernels import GATED_ACTIVATIONS, Routing, scale_rows, sgmv, sgmv_embed, sgmv_swiglu
+from lora_core.models.activations import gated
 from lora_core.stacks import SiteStacks
 from lora_core.targets import LoRASite
 from lora_core.types import LoRAType
@@ -59,6 +60,8 @@ class LoRALayer(nn.Module):
         self.slices = site.slices
         self.stacks: SiteStacks | None = None
         """The layer's slot tensors, and which slots are live; set before the first routed step."""
+        self._passed: dict[str, SiteStacks] = {}
+        """The stacks with which an operation's arguments were last found to fit each other."""
 
     @property
     def live_slots(self) -> frozenset[int]:
@@ -72,24 +75,43 @@ class LoRALayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map the layer's input, rows in the routing's order, to `[..., OUT]`."""
         y = self.base(x)
-        routing = self.context.routing
-        if routing is not None and routing.end > 0:
-            stacks = self.stacks
-            assert stacks is not None, "bind_inputs comes before the first routed step"
-            live = routing.among(stacks.live_slots)
-            if live is not None:
-                rows = y if y.dim() == 2 else y.view(-1, y.shape[-1])
-                scaled = live.among(stacks.gain_slots)
-                if scaled is not None:
-                    scale_rows(rows, stacks.gain, getattr(self.base, "bias", None), scaled)
-                self._add_pair(x, rows, stacks, live)
+        routing = self._live_routing()
+        if routing is not None:
+            self._adapt(x, y if y.dim() == 2 else y.view(-1, y.shape[-1]), routing)
         return y
 
     def extra_repr(self) -> str:
         """Shapes, for printing the model."""
         return f"{self.site.name}, in_features={self.site.in_features}, slices={self.slices}"
 
-    def _add_pair(self, x: Tensor, y: Tensor, stacks: SiteStacks, routing: Routing) -> None:
+    def _live_routing(self) -> Routing | None:
+        """The part of the step that uses live slots of this layer; None where no row does."""
+        routing = self.context.routing
+        if routing is None or routing.end == 0:
+            return None
+        assert self.stacks is not None, "bind_inputs comes before the first routed step"
+        return routing.among(self.stacks.live_slots)
+
+    def _adapt(self, x: Tensor, y: Tensor, routing: Routing) -> None:
+        """Apply the gains to y `[T, OUT]`, then add the adapters' products."""
+        stacks = self.stacks
+        assert stacks is not None
+        scaled = routing.among(stacks.gain_slots)
+        if scaled is not None:
+            check = self._needs_check("gain", y, scaled)
+            scale_rows(y, stacks.gain, getattr(self.base, "bias", None), scaled, check=check)
+            self._passed["gain"] = stacks
+        self._add_pair(x, y, stacks, routing, check=self._needs_check("pair", y, routing))
+        self._passed["pair"] = stacks
+
+    def _needs_check(self, operation: str, y: Tensor, routing: Routing) -> bool:
+        """Whether an operation's arguments were not compared yet, since the stacks were bound, for as many rows.
+
+        The rest of a step's routing is compared once a step, by `LoRAModelWrapper.routed`.
+        """
+        return self._passed.get(operation) is not self.stacks or y.shape[0] != routing.num_rows
+
+    def _add_pair(self, x: Tensor, y: Tensor, stacks: SiteStacks, routing: Routing, *, check: bool) -> None:
         """Add the adapters' products to y `[T, OUT]`."""
         raise NotImplementedError
 
@@ -116,9 +138,27 @@ class LoRALinear(LoRALayer):
         self.out_features = site.out_features
         self._check_base("in_features", "out_features")
 
-    def _add_pair(self, x: Tensor, y: Tensor, stacks: SiteStacks, routing: Routing) -> None:
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Map rows `[T, K]` to the gated activation `[T, OUT / 2]` of gate and up, the halves of the layer's output.
+
+        Where a step has a tile table, the adapters' products and the activation are one operation.
+        """
+        y = self.base(x)
+        routing, stacks = self._live_routing(), self.stacks
+        if routing is None or stacks is None:
+            return gated(y, activation)
+        has_gain = routing.among(stacks.gain_slots) is not None
+        if routing.tiles is None or has_gain or activation not in GATED_ACTIVATIONS:
+            self._adapt(x, y, routing)
+            return gated(y, activation)
+        check = self._needs_check("gated", y, routing)
+        act = sgmv_swiglu(x, stacks.a, stacks.b, y, routing, activation, check=check)
+        self._passed["gated"] = stacks
+        return act
+
+    def _add_pair(self, x: Tensor, y: Tensor, stacks: SiteStacks, routing: Routing, *, check: bool) -> None:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        sgmv(rows, stacks.a, stacks.b, y, routing, self.slices)
+        sgmv(rows, stacks.a, stacks.b, y, routing, self.slices, check=check)
 
 
 class LoRAEmbedding(LoRALayer):
@@ -133,14 +173,14 @@ class LoRAEmbedding(LoRALayer):
         self.embedding_dim = site.out_features
         self._check_base("num_embeddings", "embedding_dim")
 
-    def _add_pair(self, x: Tensor, y: Tensor, stacks: SiteStacks, routing: Routing) -> None:
+    def _add_pair(self, x: Tensor, y: Tensor, stacks: SiteStacks, routing: Routing, *, check: bool) -> None:
         ids = x.reshape(-1)
         scale = getattr(self.base, "embed_scale", None)
         if scale is None:
-            sgmv_embed(ids, stacks.a, stacks.b, y, routing)
+            sgmv_embed(ids, stacks.a, stacks.b, y, routing, check=check)
             return
         delta = torch.zeros_like(y)
-        sgmv_embed(ids, stacks.a, stacks.b, delta, routing)
+        sgmv_embed(ids, stacks.a, stacks.b, delta, routing, check=check)
         y[: routing.end].add_(delta[: routing.end] * scale)
 
 
@@ -151,6 +191,8 @@ class LoRAModelWrapper(nn.Module):
         super().__init__()
         self.model = model
         self.context = context
+        # In a tuple, which does not make them modules of the wrapper as well.
+        self._layers = tuple(layer for _, layer in lora_layers(model))
 
     def forward(self, *args: Any, routing: Routing | None = None, **kwargs: Any) -> Any:
         """Call the model with the step's routing in force; every argument but `routing` is passed on."""
@@ -159,12 +201,32 @@ class LoRAModelWrapper(nn.Module):
 
     @contextmanager
     def routed(self, routing: Routing | None) -> Iterator[None]:
-        """Put a routing in force for calls other than `forward`, such as the head's on some of the step's rows."""
+        """Put a routing in force for calls other than `forward`, such as the head's on some of the step's rows.
+
+        Raises:
+            ValueError: the routing is for another device, another number of slots, or a larger rank.
+        """
+        if routing is not None:
+            self._check(routing)
         self.context.routing = routing
         try:
             yield
         finally:
             self.context.routing = None
+
+    def _check(self, routing: Routing) -> None:
+        """Compare a step's routing with the slot tensors: once, for they are alike in all layers."""
+        stacks = self._layers[0].stacks if self._layers else None
+        if stacks is None:
+            return
+        num_slots, _, rank = stacks.b.shape
+        if len(routing.slot_ranks) != num_slots or routing.max_rank > rank:
+            raise ValueError(
+                f"the routing has {len(routing.slot_ranks)} slots of ranks up to {routing.max_rank}, "
+                f"the model's LoRA layers {num_slots} slots of rank {rank}"
+            )
+        if routing.buffer.device != stacks.b.device:
+            raise ValueError(f"the routing is on {routing.buffer.device}, the LoRA layers' slots on {stacks.b.device}")
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, LoRALayer]]:

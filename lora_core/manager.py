@@ -401,6 +401,7 @@ class LoRAManagerV3:
             num_rows=num_rows,
             max_groups=self.max_groups,
             device=torch.device(device),
+            one_launch=self.config.one_launch,
         )
         return self._inputs.bind_routing(routing)
 

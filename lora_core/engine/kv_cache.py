@@ -61,6 +61,7 @@ class KVCache:
         """Zero whole blocks in every layer.
 
         A block's tail is multiplied by a weight of 0 before its owner fills it. If the last owner left a NaN or an
-        infinity there, the product would carry it over to the new one.
+        infinity there, the product would carry it over to the new one. Kernels that load no more than a sequence's own
+        tokens need no cleared blocks.
         """
         self._storage.index_fill_(2, blocks, 0)

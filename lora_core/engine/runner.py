@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import Routing
 from lora_core.config import EngineConfig, LoRAConfig
-from lora_core.engine.attention import SequenceSpan, build_attention, token_positions
+from lora_core.engine.attention import SequenceSpan, build_attention, paged_layout, token_positions
 from lora_core.engine.kv_cache import Ints, KVCache, KVLayout
 from lora_core.engine.prompt_scores import logit_rows
 from lora_core.engine.request import ScheduledBatch, ScheduledRow
@@ -67,6 +67,7 @@ class ModelRunner:
             block_size=engine_config.block_size,
             head_dim=config.head_dim,
         )
+        self._paged = paged_layout(self._layout, config.num_heads, dtype=self.dtype, device=self.device)
         self.kv_cache = KVCache(self._layout, config.num_layers, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
@@ -93,7 +94,12 @@ class ModelRunner:
             for row, start in zip(rows, starts, strict=True)
         ]
         attention = build_attention(
-            spans, self._layout, windows=self.config.windows, dtype=self.dtype, device=self.device
+            spans,
+            self._layout,
+            windows=self.config.windows,
+            dtype=self.dtype,
+            device=self.device,
+            paged=self._paged,
         )
         if attention.fresh_blocks is not None:
             self.kv_cache.clear(attention.fresh_blocks)

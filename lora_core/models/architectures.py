@@ -11,7 +11,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lora_core.errors import ConfigError, UnsupportedModel
-from lora_core.models.decoder import ACTIVATIONS, DecoderConfig, LayerConfig
+from lora_core.models.activations import ACTIVATIONS
+from lora_core.models.decoder import DecoderConfig, LayerConfig
 from lora_core.models.rotary import RotaryTable
 from lora_core.targets import FUSED_TARGETS, LLAMA_TARGETS, LoRATargetModule
 

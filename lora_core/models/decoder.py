@@ -3,9 +3,8 @@
 A step is flat: T token rows of several sequences, no batch dimension and no padding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +12,11 @@ from torch import Tensor, nn
 
 from kernels.linear_cpu import PackedLinear
 from lora_core.engine.attention import AttentionMetadata, attend, write_kv
+from lora_core.models.activations import gated
 from lora_core.models.norm import OffsetRMSNorm
 from lora_core.models.quantization import WeightQuantizer
 from lora_core.models.rotary import Rotary, RotaryTable, Rotation, rotate_
 from lora_core.targets import LoRATargetModule
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
-"""Functions of the gate, by the names transformers gives them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,7 @@ class DecoderConfig:
     """Longest text, in tokens; the rotary frequencies hold up to there."""
     norm_eps: float
     activation: str
-    """A key of `ACTIVATIONS`."""
+    """A key of `lora_core.models.activations.ACTIVATIONS`."""
     attention_scale: float
     """Factor on the scores."""
     tied_head: bool
@@ -161,6 +152,10 @@ class Linear(nn.Linear):
             return self._packed(input)
         return F.linear(input, self.weight, self.bias)
 
+    def gated(self, input: Tensor, activation: str) -> Tensor:
+        """Map `[T, in_features]` to the gated activation `[T, out_features / 2]` of gate and up, side by side."""
+        return gated(self(input), activation)
+
 
 def make_norm(config: DecoderConfig, size: int) -> nn.RMSNorm | OffsetRMSNorm:
     """The model's norm over the last `size` channels."""
@@ -211,15 +206,13 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self._intermediate_size = config.intermediate_size
-        self._activation = ACTIVATIONS[config.activation]
+        self._activation = config.activation
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[T, hidden_size]` to the same."""
-        gate, up = self.gate_up_proj(x).split(self._intermediate_size, -1)
-        out: Tensor = self.down_proj(self._activation(gate).mul_(up))
+        out: Tensor = self.down_proj(self.gate_up_proj.gated(x, self._activation))
         return out
 
 

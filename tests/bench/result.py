@@ -15,8 +15,11 @@ def require(is_right: bool, what: str) -> None:
         raise CheckFailed(what)
 
 
-def report(measure: str, *, compared: str, goal: str, met: bool, **figures: Any) -> None:
-    """Print a point as one JSON line: its figures, what was `compared`, and the machine's load of the last minute."""
+def report(measure: str, *, compared: str, goal: str, met: bool | None, **figures: Any) -> None:
+    """Print a point as one JSON line: its figures, what was `compared`, and the machine's load of the last minute.
+
+    `met` is None where what the goal compares with is not on this machine.
+    """
     load = round(os.getloadavg()[0], 2)
     rounded = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()}
     line = {"measure": measure, **rounded, "compared": compared, "goal": goal, "met": met, "machine_load": load}

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lora_core.engine.attention import (
     AttentionMetadata,
-    AttentionReads,
     SequenceSpan,
     attend,
     build_attention,
     token_positions,
     write_kv,
 )
+from lora_core.engine.gathered_attention import AttentionReads
 from lora_core.engine.kv_cache import KVCache, KVLayout
 
 CPU = torch.device("cpu")

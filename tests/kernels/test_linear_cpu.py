@@ -30,10 +30,34 @@ def test_packed_equals_fp64(shape: tuple[int, ...], with_bias: bool, dtype: torc
     torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=20 * torch.finfo(dtype).eps)
 
 
-def test_rows_of_a_wider_tensor_are_served() -> None:
-    weight, _ = weight_and_bias(torch.float32)
-    x = torch.randn(5, 100)[:, 20:84]
-    torch.testing.assert_close(PackedLinear(weight)(x), F.linear(x, weight), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
+    weight, bias = weight_and_bias(dtype)
+    layer = PackedLinear(weight, bias)
+    for shape in ((0, 64), (2, 0, 64), (0, 3, 64)):
+        result = layer(torch.zeros(shape, dtype=dtype))
+        assert (result.shape, result.dtype) == ((*shape[:-1], 96), dtype)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "layout", ["vector", "columns", "every-other-row", "every-other-column", "transposed", "one-row"]
+)
+def test_any_layout_of_x_is_served(layout: str, dtype: torch.dtype) -> None:
+    weight, bias = weight_and_bias(dtype)
+    wide = torch.randn(10, 200, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = {
+        "vector": wide[0, :64],
+        "columns": wide[:5, 20:84],
+        "every-other-row": wide[::2, :64],
+        "every-other-column": wide[:, :128:2],
+        "transposed": wide.view(-1)[: 64 * 9].view(64, 9).t(),
+        "one-row": wide[:1, :64].expand(5, 64),
+    }[layout]
+    result = PackedLinear(weight, bias)(x)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert result.is_contiguous()
+    torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=20 * torch.finfo(dtype).eps)
 
 
 def test_the_original_weight_may_change_after_packing() -> None:
@@ -75,7 +99,9 @@ def test_the_dense_weight_may_be_asked_for_while_another_thread_multiplies() -> 
     assert all(torch.equal(product, expected) for product in products)
 
 
-def test_without_onednn_the_plain_weight_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_built", [False, True])
+def test_without_onednn_the_plain_weight_serves(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: is_built)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     weight, bias = weight_and_bias(torch.float32)
     layer = PackedLinear(weight, bias)
@@ -95,6 +121,33 @@ def test_a_missing_private_operator_leaves_the_plain_weight(operator: str, monke
     assert not layer.is_packed
     x = torch.randn(3, 64)
     assert torch.equal(layer(x), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_private_operator_that_means_something_else_leaves_the_plain_weight(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = torch.ops.mkldnn._linear_pointwise
+
+    def without_bias(x: torch.Tensor, weight: torch.Tensor, bias: object, *rest: object) -> torch.Tensor:
+        return operator(x, weight, None, *rest)  # type: ignore[no-any-return]
+
+    weight, bias = weight_and_bias(dtype)
+    if not PackedLinear(weight, bias).is_packed:
+        pytest.skip("this processor packs nothing")
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", without_bias)
+    layer = PackedLinear(weight, bias)
+    assert not layer.is_packed
+    x = torch.randn(3, 64).to(dtype)
+    assert torch.equal(layer(x), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3e4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_constant_weights_are_packed(value: float, dtype: torch.dtype) -> None:
+    if not PackedLinear(weight_and_bias(dtype)[0]).is_packed:
+        pytest.skip("this processor packs nothing")
+    assert PackedLinear(torch.full((33, 4096), value, dtype=dtype)).is_packed
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)

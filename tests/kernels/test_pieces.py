@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.pieces import Batch, Segment, cut
+from kernels.pieces import LONG_ROWS, Batch, Loop, cut
 
-GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 40)), max_size=12)
+GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 80)), max_size=12)
 
 
 def groups_of(slots_and_lengths: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -20,42 +20,64 @@ def groups_of(slots_and_lengths: list[tuple[int, int]]) -> list[tuple[int, int, 
 def test_a_decode_step_of_neighbouring_slots_is_one_batch() -> None:
     (batch,) = cut(groups_of([(slot, 1) for slot in reversed(range(8))]), [8] * 8)
     assert isinstance(batch, Batch)
-    assert (batch.low, batch.high, batch.depth) == (0, 8, 1)
-    assert batch.rows(1).tolist() == batch.places.tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert (batch.low, batch.step, batch.count, batch.depth, batch.num_places) == (0, 1, 8, 1, 8)
+    assert batch.rows.tolist() == batch.places.tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_slots_at_equal_distances_are_one_batch() -> None:
+    (batch,) = cut(groups_of([(slot, 1) for slot in (10, 7, 4, 1)]), [8] * 12)
+    assert isinstance(batch, Batch)
+    assert (batch.low, batch.step, batch.count) == (1, 3, 4)
 
 
 def test_short_groups_of_unequal_length_are_padded_into_one_batch() -> None:
-    (batch,) = cut(groups_of([(5, 3), (4, 2)]), [8] * 8)
+    (batch,) = cut(groups_of([(6, 3), (5, 3), (4, 2), (3, 3)]), [8] * 8)
     assert isinstance(batch, Batch)
     assert batch.depth == 3
-    assert batch.places.tolist() == [3, 4, 5, 0, 1]
-    assert batch.rows(2).tolist() == [3, 4, 0, 3, 4, 0, 0, 1, 2, 0, 1, 2]
+    assert batch.rows.tolist() == [8, 9, 10, 6, 7, 0, 3, 4, 5, 0, 1, 2]
+    assert batch.places.tolist() == [9, 10, 11, 6, 7, 8, 3, 4, 0, 1, 2]
 
 
-def test_one_absent_slot_is_bridged_and_more_are_not() -> None:
-    pieces = cut(groups_of([(9, 1), (7, 1), (4, 1), (0, 1)]), [8] * 10)
-    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 2), (2, 3), (3, 4)]
+def test_slots_at_unequal_distances_are_a_loop() -> None:
+    (loop,) = cut(groups_of([(9, 1), (7, 2), (4, 1), (0, 1)]), [8] * 10)
+    assert isinstance(loop, Loop)
+    assert (loop.start, loop.stop, loop.lengths) == (0, 5, (1, 2, 1, 1))
+    assert [segment.slot for segment in loop.segments] == [9, 7, 4, 0]
+
+
+def test_a_rank_much_larger_than_its_neighbours_stands_alone() -> None:
+    pieces = cut(groups_of([(slot, 1) for slot in reversed(range(9))]), [8] * 4 + [256] + [8] * 4)
+    assert [type(piece) for piece in pieces] == [Batch, Loop, Batch]
+    assert [piece.rank for piece in pieces if isinstance(piece, Batch)] == [8, 8]
 
 
 def test_a_group_much_longer_than_its_neighbours_stands_alone() -> None:
-    pieces = cut(groups_of([(3, 16), (2, 1), (1, 2), (0, 1)]), [8] * 4)
-    assert [type(piece) for piece in pieces] == [Segment, Batch]
+    pieces = cut(groups_of([(4, 30), (3, 1), (2, 1), (1, 2), (0, 1)]), [8] * 5)
+    assert [type(piece) for piece in pieces] == [Loop, Batch]
 
 
 def test_a_batch_stays_small_enough_for_the_cache() -> None:
-    pieces = cut(groups_of([(slot, 16) for slot in reversed(range(8))]), [8] * 8)
-    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 64), (64, 128)]
+    pieces = cut(groups_of([(slot, 1) for slot in reversed(range(256))]), [8] * 256)
+    assert [piece.stop - piece.start for piece in pieces] == [64] * 4
+    assert all(isinstance(piece, Batch) for piece in pieces)
+
+
+def test_efficient_products_are_not_batched() -> None:
+    pieces = cut(groups_of([(slot, 8) for slot in reversed(range(8))]), [64] * 8)
+    assert [type(piece) for piece in pieces] == [Loop]
 
 
 def test_a_prefill_among_decodes_stands_alone() -> None:
-    pieces = cut(groups_of([(7, 1), (6, 1), (5, 120), (4, 1), (3, 1)]), [8] * 8)
-    assert [type(piece) for piece in pieces] == [Batch, Segment, Batch]
+    pieces = cut(groups_of([(7, 1), (6, 1), (5, 1), (4, 120), (3, 1), (2, 1), (1, 1)]), [8] * 8)
+    assert [type(piece) for piece in pieces] == [Batch, Loop, Batch]
+    assert [piece.is_short for piece in pieces if isinstance(piece, Loop)] == [False]
 
 
-def test_a_single_group_is_a_segment_of_its_true_rank() -> None:
+def test_a_single_group_is_a_loop_of_its_true_rank() -> None:
     (piece,) = cut([(2, 0, 1)], [8, 8, 3])
-    assert isinstance(piece, Segment)
-    assert (piece.slot, piece.start, piece.stop, piece.rank) == (2, 0, 1, 3)
+    assert isinstance(piece, Loop)
+    (segment,) = piece.segments
+    assert (segment.slot, segment.start, segment.stop, segment.rank) == (2, 0, 1, 3)
 
 
 def test_groups_of_rank_zero_add_nothing() -> None:
@@ -69,13 +91,19 @@ def test_pieces_hold_every_row_once_with_its_own_slot(slots_and_lengths: list[tu
     found: dict[int, int] = {}
     for piece in cut(groups, slot_ranks):
         rows = range(piece.start, piece.stop)
-        if isinstance(piece, Segment):
-            slots = [piece.slot] * len(rows)
-        else:
-            assert (piece.high - piece.low) * piece.depth <= 64
-            assert torch.equal(piece.rows(1)[piece.places], torch.arange(len(rows)))
-            slots = [piece.low + place // piece.depth for place in piece.places.tolist()]
+        loop = piece if isinstance(piece, Loop) else piece.loop
+        assert (loop.start, loop.stop) == (piece.start, piece.stop)
+        slots = [segment.slot for segment in loop.segments for _ in range(segment.start, segment.stop)]
+        assert loop.lengths == tuple(segment.stop - segment.start for segment in loop.segments)
+        assert all(segment.rank == slot_ranks[segment.slot] for segment in loop.segments)
+        assert len(loop.segments) == 1 or max(loop.lengths) < LONG_ROWS
+        if isinstance(piece, Batch):
+            assert piece.num_places == len(piece.rows) <= 64
+            assert torch.equal(piece.rows[piece.places], torch.arange(piece.start, piece.stop))
+            assert slots == [piece.low + place // piece.depth * piece.step for place in piece.places.tolist()]
+            assert piece.rank == max(segment.rank for segment in loop.segments)
+            assert piece.rows.min() >= piece.start
+            assert piece.rows.max() < piece.stop
         assert not found.keys() & set(rows)
-        assert piece.rank == max(slot_ranks[slot] for slot in slots)
         found.update(zip(rows, slots, strict=True))
     assert found == {row: slot for slot, start, stop in groups if slot_ranks[slot] for row in range(start, stop)}

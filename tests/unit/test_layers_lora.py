@@ -1,6 +1,8 @@
 """LoRA layers: transparent to names and to base rows, in place for adapter rows."""
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from kernels import PackedLinear, build_routing
 from lora_core.layers import LoRAEmbedding, LoRALinear, LoRAModelWrapper, RoutingContext
+from lora_core.models.activations import ACTIVATIONS
 from lora_core.models.decoder import Linear
 from lora_core.stacks import SiteStacks
 from lora_core.targets import EMBEDDING_TARGET, LoRASite, lora_sites
+from tests.kernels import interpreter
 from tests.unit.adapted_model import NUM_LAYERS, PROJECTIONS, TARGETS
 
 CPU = torch.device("cpu")
@@ -262,3 +266,134 @@ def test_a_routing_put_in_force_for_other_calls_ends_with_them() -> None:
     with pytest.raises(RuntimeError, match="a fault"), wrapper.routed(routing):
         raise RuntimeError("a fault")
     assert context.routing is None
+
+
+GATE_UP_SITE = SITES[2]
+
+
+def gated_layer(
+    base: Callable[[Tensor], Tensor], dtype: torch.dtype, num_slots: int = 2
+) -> tuple[LoRALinear, SiteStacks]:
+    """A layer of gate and up with stacks of some dtype, every slot live."""
+    layer = LoRALinear(base, GATE_UP_SITE, RoutingContext())
+    stacks = random_stacks(GATE_UP_SITE, num_slots, rank=4)
+    layer.stacks = replace(stacks, a=stacks.a.to(dtype), b=stacks.b.to(dtype))
+    return layer, layer.stacks
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_a_gated_layer_on_the_cpu_is_the_layer_and_then_the_gate(activation: str) -> None:
+    torch.manual_seed(8)
+    layer, _ = gated_layer(Linear(16, 48, bias=False), torch.float32)
+    x = torch.randn(5, 16)
+    for lora_ids, offsets in (([1, 0], [0, 2, 4]), ([], [0])):
+        layer.context.routing = build_routing(lora_ids, offsets, [4, 4], num_rows=5, max_groups=2, device=CPU)
+        with torch.inference_mode():
+            gate, up = layer(x).chunk(2, -1)
+            assert torch.equal(layer.gated(x, activation), ACTIVATIONS[activation](gate) * up)
+
+
+TILED_OPERATORS = {
+    "silu": ["sgmv_swiglu"],
+    "gelu_pytorch_tanh": ["sgmv_swiglu"],
+    # These are no epilogue of the kernel.
+    "relu": ["sgmv"],
+    "silu with a gain": ["scale_rows", "sgmv"],
+}
+
+
+# The interpreter is numpy, which says that the exponential of a large number is infinite.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+@pytest.mark.parametrize("kind", TILED_OPERATORS)
+def test_a_gated_layer_with_tiles_is_one_operation_where_it_can_be(kind: str) -> None:
+    interpreter.install()
+    torch.manual_seed(9)
+    activation, _, gain = kind.partition(" ")
+    base = Linear(16, 48, bias=False).to(torch.bfloat16)
+    layer, stacks = gated_layer(base, torch.bfloat16)
+    if gain:
+        random_gains(stacks, 0)
+    x = torch.randn(5, 16, dtype=torch.bfloat16)
+    routing = build_routing([1, 0], [0, 2, 4], [4, 4], num_rows=5, max_groups=2, device=CPU, block_m=8)
+    layer.context.routing = routing
+    ran = [name.split(".")[1] for name in launches(lambda x: layer.gated(x, activation), x) if "lora_fleet" in name]
+    assert ran == TILED_OPERATORS[kind]
+    with torch.inference_mode():
+        found = layer.gated(x, activation)
+        gate, up = layer(x).chunk(2, -1)
+        expected = ACTIVATIONS[activation](gate) * up
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)
+        # Base rows are those of a step without adapters.
+        plain = base(x)[4:].chunk(2, -1)
+        torch.testing.assert_close(found[4:], ACTIVATIONS[activation](plain[0]) * plain[1], rtol=2**-7, atol=1e-5)
+    nobody = build_routing([], [0], [4, 4], num_rows=5, max_groups=2, device=CPU, block_m=8)
+    layer.context.routing = nobody
+    assert not [name for name in launches(lambda x: layer.gated(x, activation), x) if "lora_fleet" in name]
+
+
+def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What compares the arguments of `sgmv`, each time it does."""
+    module, checks = sys.modules["kernels.sgmv"], []
+    plain: Callable[..., None] = module.check_sgmv
+
+    def check_sgmv(*args: Any) -> None:
+        checks.append("sgmv")
+        plain(*args)
+
+    monkeypatch.setattr(module, "check_sgmv", check_sgmv)
+    return checks
+
+
+def test_arguments_are_compared_once_for_each_binding_and_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LoRALinear(nn.Linear(16, 32), QKV_SITE, RoutingContext())
+    layer.stacks = random_stacks(QKV_SITE, num_slots=2, rank=4)
+    layer.context.routing = build_routing([0], [0, 2], [4, 4], num_rows=5, max_groups=2, device=CPU)
+    checks = count_checks(monkeypatch)
+    with torch.inference_mode():
+        for _ in range(3):
+            layer(torch.randn(5, 16))
+        assert len(checks) == 1
+        # Rows that the routing does not know of.
+        layer(torch.randn(6, 16))
+        assert len(checks) == 2
+        with pytest.raises(ValueError, match="x has 1 rows, fewer than the routing's end, row 2"):
+            layer(torch.randn(1, 16))
+        layer.stacks = random_stacks(QKV_SITE, num_slots=2, rank=4)
+        layer(torch.randn(5, 16))
+        assert len(checks) == 4
+
+
+def test_stacks_that_do_not_fit_are_refused_at_the_first_step_with_them() -> None:
+    layer = LoRALinear(nn.Linear(16, 32), QKV_SITE, RoutingContext())
+    good = random_stacks(QKV_SITE, num_slots=2, rank=4)
+    layer.context.routing = build_routing([0], [0, 2], [4, 4], num_rows=5, max_groups=2, device=CPU)
+    with torch.inference_mode():
+        for stacks in (good, replace(good, b=good.b.bfloat16()), replace(good, b=good.b.bfloat16())):
+            layer.stacks = stacks
+            if stacks is good:
+                layer(torch.randn(5, 16))
+                continue
+            with pytest.raises(ValueError, match=r"b_stack is torch.bfloat16"):
+                layer(torch.randn(5, 16))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "message"),
+    [
+        ([4, 4], "cpu", r"the routing has 2 slots of ranks up to 4, the model's LoRA layers 3 slots of rank 4"),
+        ([4, 5, 0], "cpu", r"the routing has 3 slots of ranks up to 5, .* 3 slots of rank 4"),
+        ([4, 4, 4], "meta", r"the routing is on meta, the LoRA layers' slots on cpu"),
+    ],
+)
+def test_a_steps_routing_is_compared_with_the_slots_once(ranks: list[int], device: str, message: str) -> None:
+    layer = LoRALinear(nn.Linear(16, 32), QKV_SITE, RoutingContext())
+    layer.stacks = random_stacks(QKV_SITE, num_slots=3, rank=4)
+    wrapper = LoRAModelWrapper(nn.Sequential(layer), layer.context)
+    assert [name for name, _ in wrapper.named_parameters()] == ["model.0.weight", "model.0.bias"]
+    good = build_routing([0], [0, 2], [4, 4, 4], num_rows=5, max_groups=2, device=CPU)
+    with torch.inference_mode():
+        assert wrapper(torch.randn(5, 16), routing=good).shape == (5, 32)
+    bad = build_routing([0], [0, 2], ranks, num_rows=5, max_groups=2, device=torch.device(device))
+    with pytest.raises(ValueError, match=message), wrapper.routed(bad):
+        pass
+    assert layer.context.routing is None

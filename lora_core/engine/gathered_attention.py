@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache in plain torch: pages are gathered and multiplied.
+"""Attention over a paged KV cache in plain torch: pages are gathered and multiplied, strips multiplied as they lie.
 
 The query heads of one KV head are packed together. Runs on every device; the default on CPU.
 """
@@ -14,10 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_core.engine.kv_cache import Ints, KVLayout
+from lora_core.engine.strip_attention import StripReads, attend_strips, build_strip_reads
+from lora_core.engine.strips import StripStep
 
 # Decoding sequences attend together, each padded to the longest. A further group of them costs about as much time in a
 # layer as this many padded tokens (measured on CPU).
 _GROUP_COST_TOKENS = 512
+
+# How many tokens of strips are multiplied in the time in which one is gathered and multiplied (measured on CPU).
+_STRIP_SPEED = 2
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class AttentionReads:
-    """What a step's rows attend to; every row belongs to exactly one decode group or prefill chunk."""
+    """What a step's rows attend to; every row is of exactly one decode group or prefill chunk, or attends to strips."""
 
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillChunk, ...]
+    strips: StripReads | None = None
 
 
 class StepSequences(NamedTuple):
@@ -72,6 +78,8 @@ class StepSequences(NamedTuple):
         row_offsets: int64 `[N + 1]`, first row of each, and the end.
         tables: int64 `[N, most blocks]`, blocks of each; past its last any block of its own.
         layout: Of the KV cache.
+        num_heads: Query heads.
+        strips: The sequences that may attend to strips; None without any.
         dtype: Of the model's activations.
         device: Where the step runs.
     """
@@ -81,6 +89,8 @@ class StepSequences(NamedTuple):
     row_offsets: Ints
     tables: Ints
     layout: KVLayout
+    num_heads: int
+    strips: StripStep | None
     dtype: torch.dtype
     device: torch.device
 
@@ -92,7 +102,11 @@ def attend_gathered(
     num_rows, num_heads, head_dim = queries.shape
     if len(reads.decodes) == 1 and reads.decodes[0].rows is None:
         return _attend_decodes(queries, cache, reads.decodes[0], scale, softcap)
+    if reads.strips is not None and reads.strips.rows is None:
+        return attend_strips(queries, cache, reads.strips, scale, softcap)
     out = queries.new_empty(num_rows, num_heads, head_dim)
+    if reads.strips is not None and reads.strips.rows is not None:
+        out.index_copy_(0, reads.strips.rows, attend_strips(queries, cache, reads.strips, scale, softcap))
     for group in reads.decodes:
         assert group.rows is not None
         members = queries.index_select(0, group.rows)
@@ -195,7 +209,11 @@ def build_reads(step: StepSequences, window: int | None) -> AttentionReads:
     shifted = step._replace(
         kv_lens=step.kv_lens - first_blocks * step.layout.block_size, tables=_skip_blocks(step, first_blocks)
     )
-    decoding = np.flatnonzero(step.q_lens == 1)
+    strips = _strip_reads(step, shifted.kv_lens, window)
+    gathering = step.q_lens == 1
+    if strips is not None and step.strips is not None:
+        gathering[step.strips.members] = False
+    decoding = np.flatnonzero(gathering)
     whole_step = len(decoding) == len(step.q_lens)
     block_size = step.layout.block_size
     groups = list(_groups_of_near_length(decoding, -(-shifted.kv_lens[decoding] // block_size) * block_size))
@@ -207,6 +225,28 @@ def build_reads(step: StepSequences, window: int | None) -> AttentionReads:
             _prefill_chunk(shifted, index, window, has_past=bool(step.kv_lens[index] > step.q_lens[index]))
             for index in np.flatnonzero(step.q_lens > 1).tolist()
         ),
+        strips=strips,
+    )
+
+
+def _strip_reads(step: StepSequences, gathered_lens: Ints, window: int | None) -> StripReads | None:
+    """What is read from strips; None where gathering what the window reaches takes less time."""
+    strips = step.strips
+    if strips is None:
+        return None
+    num_gathered = int(gathered_lens[strips.members].sum())
+    if window is not None and strips.extent * step.layout.strip_tokens > _STRIP_SPEED * num_gathered:
+        return None
+    return build_strip_reads(
+        strips,
+        step.row_offsets[strips.members],
+        step.kv_lens[strips.members],
+        step.num_heads,
+        step.layout,
+        window=window,
+        all_rows=len(strips.members) == len(step.q_lens),
+        dtype=step.dtype,
+        device=step.device,
     )
 
 

@@ -15,6 +15,7 @@ from lora_core.engine.attention import SequenceSpan, build_attention, paged_layo
 from lora_core.engine.kv_cache import Ints, KVCache, KVLayout
 from lora_core.engine.prompt_scores import logit_rows
 from lora_core.engine.request import ScheduledBatch, ScheduledRow
+from lora_core.engine.strips import Strips
 from lora_core.errors import ConfigError
 from lora_core.layers import LoRALayer, LoRAModelWrapper, lora_layers
 from lora_core.manager import LoRAManagerV3
@@ -68,6 +69,10 @@ class ModelRunner:
             head_dim=config.head_dim,
         )
         self._paged = paged_layout(self._layout, config.num_heads, dtype=self.dtype, device=self.device)
+        self._strips: Strips | None = None
+        if self.device.type == "cpu" and self._paged is None:
+            self._layout = replace(self._layout, num_strips=_num_strips(engine_config, self._layout))
+            self._strips = Strips(self._layout) if self._layout.num_strips else None
         self.kv_cache = KVCache(self._layout, config.num_layers, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
@@ -100,9 +105,13 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             paged=self._paged,
+            num_heads=self.config.num_heads,
+            strips=self._strips,
         )
         if attention.fresh_blocks is not None:
             self.kv_cache.clear(attention.fresh_blocks)
+        if attention.strip_fill is not None:
+            self.kv_cache.fill_strips(attention.strip_fill)
         ends = np.cumsum(q_lens)
         routing = self._routing(rows, ends.tolist())
         with self._routed(routing):
@@ -117,6 +126,11 @@ class ModelRunner:
             hidden = hidden.index_select(0, self._to_device(sampling_rows))
         with self._routed(self._head_routing(routing, sampling_rows)):
             return self._decoder.logits(hidden)
+
+    def check(self) -> None:
+        """Assert that what is held of running requests a second time is right; costs time, for tests."""
+        if self._strips is not None:
+            self._strips.check(self.kv_cache)
 
     def _routing(self, rows: Sequence[ScheduledRow], ends: Sequence[int]) -> Routing | None:
         if self._wrapper is None:
@@ -145,6 +159,11 @@ def _token_ids(rows: Sequence[ScheduledRow], starts: Sequence[int]) -> Ints:
         ),
         dtype=np.int64,
     )
+
+
+def _num_strips(engine_config: EngineConfig, layout: KVLayout) -> int:
+    num_tokens = engine_config.strip_tokens
+    return -(-(engine_config.kv_cache_tokens if num_tokens is None else num_tokens) // layout.strip_tokens)
 
 
 def _device(setting: str) -> torch.device:

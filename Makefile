@@ -77,4 +77,4 @@ demo-adapters: setup
 	$(BIN)/python -m cluster.demo.train_adapters
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .make .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -95,4 +95,4 @@ demo-adapters: setup
 	$(BIN)/python -m cluster.demo.train_adapters
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .make .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

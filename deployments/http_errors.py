@@ -1,5 +1,7 @@
 """One table from faults to HTTP answers, all in OpenAI's error envelope."""
 
+import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -90,13 +92,29 @@ def describe_validation(error: ValidationError | RequestValidationError) -> tupl
     parts = []
     for fault in faults:
         where = _field(fault["loc"])
-        parts.append(f"{where}: {fault['msg'].removeprefix('Value error, ')}" if where else fault["msg"])
-    unique = list(dict.fromkeys(part.removeprefix("Value error, ") for part in parts))
-    return "; ".join(unique), _field(faults[0]["loc"]) or None
+        sentence = fault["msg"].removeprefix("Value error, ") + _found(fault)
+        parts.append(f"{where}: {sentence}" if where else sentence)
+    return "; ".join(dict.fromkeys(parts)), _field(faults[0]["loc"]) or None
 
 
 _NOT_AN_OBJECT = ("missing", "dict_type", "model_type", "model_attributes_type")
 _NO_FIELD = ("body", "str", "int", "list")
+
+
+LONGEST_FOUND = 40
+"""Characters of a wrong value that its refusal repeats."""
+
+
+def _found(fault: Mapping[str, Any]) -> str:
+    """What was there instead: a plain value, or the kind of another one; nothing where the sentence says it."""
+    if fault["type"] in ("value_error", "missing", "too_long", "too_short"):
+        return ""
+    value = fault["input"]
+    if isinstance(value, (dict, list)):
+        return ", found an object" if isinstance(value, dict) else f", found a list of {len(value)}"
+    # As JSON, in which the client wrote it; half of a surrogate pair is escaped.
+    text = json.dumps(value, default=str)
+    return f", found {text if len(text) <= LONGEST_FOUND else text[:LONGEST_FOUND] + '...'}"
 
 
 def _field(loc: tuple[int | str, ...]) -> str:

@@ -53,6 +53,16 @@ class ChatCompletionRequest(SamplingFields):
             raise ValueError("top_logprobs is only allowed when logprobs is true")
         return self
 
+    @model_validator(mode="after")
+    def _one_longest_answer(self) -> "ChatCompletionRequest":
+        given = {count for count in (self.max_tokens, self.max_completion_tokens) if count is not None}
+        if len(given) > 1:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}, and both "
+                "mean the same; leave one out"
+            )
+        return self
+
     @property
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are told with each one of the answer; None tells none at all."""

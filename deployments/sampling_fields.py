@@ -8,9 +8,10 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from deployments.body import Body, NonEmpty
+from lora_core.engine.sampling_ranges import MAX_STOP_TOKEN_IDS
 from lora_core.messages import Constraint, SamplingParams
 
 MAX_BIASES = 1024
@@ -22,7 +23,15 @@ ANY_OBJECT = Constraint("json_schema", '{"type": "object"}')
 TokenId = Annotated[int, Field(ge=0)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,17})$")]
+
+
+def _bias_key(key: str) -> str:
+    if re.fullmatch(r"0|[1-9][0-9]{0,17}", key, re.ASCII) is None:
+        raise ValueError(f'the key {key[:40]!r} is not a token id; expected digits, as in {{"1234": -5}}')
+    return key
+
+
+BiasKey = Annotated[str, AfterValidator(_bias_key)]
 
 
 def _text(schema: dict[str, Any]) -> str:
@@ -114,7 +123,7 @@ class SamplingFields(Body):
     stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=16)] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=None, ge=0)
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool = False
     prompt_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None

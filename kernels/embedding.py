@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.schedule import Routing
+from kernels.sgmv import check_in_place
 from kernels.sgmv_cpu import sgmv_embed_cpu
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -51,19 +52,17 @@ def sgmv_embed(
 def _check(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing) -> None:
     if ids.dim() != 1 or ids.dtype != torch.int64 or not ids.is_contiguous():
         raise ValueError(f"ids is {ids.dtype} {list(ids.shape)}, expected contiguous torch.int64 [T]")
-    if y.dim() != 2 or y.shape[0] != ids.shape[0] or y.stride(1) != 1:
-        raise ValueError(
-            f"y has shape {list(y.shape)} and strides {y.stride()}, expected [{ids.shape[0]}, OUT] as there are ids, "
-            "contiguous along OUT"
-        )
+    if y.dim() != 2 or y.shape[0] != ids.shape[0]:
+        raise ValueError(f"y has shape {list(y.shape)}, expected [{ids.shape[0]}, OUT] as there are ids")
+    check_in_place(y)
     if ids.shape[0] < routing.end:
         raise ValueError(f"ids has {ids.shape[0]} rows, fewer than the routing's end, row {routing.end}")
-    num_slots, rank = a_stack.shape[0], a_stack.shape[-1]
-    if a_stack.dim() != 3 or tuple(b_stack.shape) != (num_slots, y.shape[1], rank):
+    if a_stack.dim() != 3 or tuple(b_stack.shape) != (a_stack.shape[0], y.shape[1], a_stack.shape[2]):
         raise ValueError(
             f"a_stack has shape {list(a_stack.shape)} and b_stack {list(b_stack.shape)}, "
             f"expected [N, V, R] and [N, {y.shape[1]}, R]"
         )
+    num_slots, _, rank = a_stack.shape
     if len(routing.slot_ranks) != num_slots or routing.max_rank > rank:
         raise ValueError(
             f"a_stack has {num_slots} slots of rank {rank}, the routing {len(routing.slot_ranks)} slot_ranks "

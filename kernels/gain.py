@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.schedule import Routing
+from kernels.sgmv import check_in_place
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -57,9 +58,9 @@ def _scale_rows_cpu(y: Tensor, gain_stack: Tensor, bias: Tensor | None, routing:
 
 
 def _change(rows: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-    """fp32 `gain * (rows - bias)`; zero where the gain is, also of infinity."""
+    """fp32 `gain * (rows - bias)`; -0.0, which changes no bit of a sum, where the gain is 0, also of infinity."""
     wide = rows.float()
-    return torch.where(gain == 0, 0.0, (wide if bias is None else wide - bias).mul(gain))
+    return torch.where(gain == 0, -0.0, (wide if bias is None else wide - bias).mul(gain))
 
 
 def _check(y: Tensor, gain_stack: Tensor, bias: Tensor | None, routing: Routing) -> None:
@@ -82,11 +83,9 @@ def _check(y: Tensor, gain_stack: Tensor, bias: Tensor | None, routing: Routing)
             f"y is on {y.device}, gain_stack on {gain_stack.device} and the routing on {routing.buffer.device}, "
             "expected one device"
         )
-    if y.stride(1) != 1 or not gain_stack.is_contiguous():
-        raise ValueError(
-            f"y has strides {y.stride()} and gain_stack {gain_stack.stride()}, "
-            "expected 1 along the features, and contiguous"
-        )
+    check_in_place(y)
+    if not gain_stack.is_contiguous():
+        raise ValueError(f"gain_stack has strides {gain_stack.stride()}, expected contiguous")
     if len(routing.slot_ranks) != gain_stack.shape[0]:
         raise ValueError(
             f"gain_stack has {gain_stack.shape[0]} slots, the routing {len(routing.slot_ranks)} slot_ranks"

@@ -1,5 +1,7 @@
 """Attention over a paged KV cache, for decoding rows and chunks of prompts alike, on a device that runs Triton."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def layout_fault(layout: PagedLayout) -> str | None:
     """Why these kernels cannot serve a model, as the end of a sentence; None if they can."""
+    if layout.num_heads % layout.num_kv_heads:
+        return f"its {layout.num_heads} query heads are not a multiple of its {layout.num_kv_heads} KV heads"
     if layout.head_dim > MAX_HEAD_DIM:
         return f"its heads are {layout.head_dim} long, more than {MAX_HEAD_DIM}"
     if layout.group > MAX_GROUP:
@@ -93,12 +97,12 @@ def _check(queries: Tensor, cache: Tensor, schedule: PagedSchedule) -> None:
 
 
 def _check_features(scale: float, window: int | None, softcap: float | None) -> None:
-    if not scale > 0:
+    if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}, expected a positive number")
     if window is not None and window < 1:
         raise ValueError(f"window is {window} tokens, expected 1 or more: a row attends to its own token")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, expected a bound over 0, or None")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}, expected a finite bound over 0, or None")
 
 
 def _triton_paged_attention(

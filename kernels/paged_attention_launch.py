@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.launch import Launch, precision
+from kernels.launch import PRECISION, Launch
 from kernels.paged_attention_tiles import DecodeTile, PagedLayout, decode_tile, prefill_tile
 from kernels.paged_attention_triton import combine_kernel, decode_kernel, prefill_kernel
 
@@ -72,7 +72,7 @@ def decode_launch(
                 "BLOCK_M": tile.block_m,
                 "BLOCK_D": tile.block_d,
                 "STAGES": tile.num_stages,
-                "PRECISION": precision(layout.dtype),
+                "PRECISION": PRECISION,
                 "num_warps": tile.num_warps,
             },
         ),
@@ -148,7 +148,7 @@ def prefill_launch(
             "BLOCK_N": tile.block_n,
             "BLOCK_D": tile.block_d,
             "STAGES": tile.num_stages,
-            "PRECISION": precision(layout.dtype),
+            "PRECISION": PRECISION,
             "num_warps": tile.num_warps,
         },
     )

@@ -146,7 +146,7 @@ def _check_lengths(q: _Ints, kv: _Ints, num_tables: int, num_rows: int, max_sequ
 def _filled_tables(
     kv: _Ints, block_tables: Sequence[Sequence[int]], layout: PagedLayout, max_sequences: int, max_blocks: int
 ) -> npt.NDArray[np.int32]:
-    tables = np.zeros((max_sequences, max_blocks), dtype=np.int32)
+    tables = np.zeros((max_sequences, max_blocks), dtype=np.int64)
     for index, (count, table) in enumerate(zip((-(-kv // layout.block_size)).tolist(), block_tables, strict=True)):
         if count > max_blocks or count > len(table):
             raise ValueError(
@@ -161,7 +161,7 @@ def _filled_tables(
             f"block_tables names block {tables[index, place]} for sequence {index}, outside the cache's "
             f"{layout.num_blocks} blocks"
         )
-    return tables
+    return tables.astype(np.int32)
 
 
 def _decode_table(q: _Ints, kv: _Ints, starts: _Ints, length: int) -> _Ints:

@@ -27,10 +27,10 @@ _MAX_BATCHED_ROWS = 64
 """Most padded rows of a batch: its temporaries, rows times width, must stay in cache."""
 
 LONG_ROWS = 64
-"""Rows from which a group is a loop of its own, to be multiplied in blocks or in the activations' data type."""
+"""Rows from which a group is multiplied in blocks of its own, or in the activations' data type."""
 
 _MAX_LOOP_ROWS = 128
-"""Most rows of a loop of several groups, which share temporaries."""
+"""Most rows of a loop of short groups, which share temporaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Loop:
     """Rows `[start, stop)` of neighbouring segments, multiplied one after the other.
 
     Attributes:
-        segments: At least one; of several, none has `LONG_ROWS`.
+        segments: At least one. All have `LONG_ROWS`, or none has.
         lengths: Rows of each.
     """
 
@@ -59,8 +59,8 @@ class Loop:
 
     @property
     def is_short(self) -> bool:
-        """Whether all segments are."""
-        return len(self.segments) > 1 or self.stop - self.start < LONG_ROWS
+        """Whether the segments have fewer rows than `LONG_ROWS`."""
+        return self.lengths[0] < LONG_ROWS
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -185,14 +185,14 @@ def _alone_cost(rows: int, rank: int) -> float:
 
 
 def _loops(segments: Sequence[Segment]) -> Iterator[Loop]:
-    """Segments put together as far as they are neighbours and short."""
+    """Segments put together as far as they are neighbours, and all long or all short."""
     members: list[Segment] = []
     for segment in segments:
+        is_long = segment.stop - segment.start >= LONG_ROWS
         if members and (
             segment.start != members[-1].stop
-            or segment.stop - segment.start >= LONG_ROWS
-            or members[-1].stop - members[-1].start >= LONG_ROWS
-            or segment.stop - members[0].start > _MAX_LOOP_ROWS
+            or is_long != (members[-1].stop - members[-1].start >= LONG_ROWS)
+            or (not is_long and segment.stop - members[0].start > _MAX_LOOP_ROWS)
         ):
             yield _loop(members)
             members = []

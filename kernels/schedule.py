@@ -14,6 +14,12 @@ from kernels.step_buffer import upload
 from kernels.support import triton_fault, warn_of_fallback
 from kernels.tuning import device_name, num_tiles, row_tile
 
+MAX_RANK = 2**15
+"""Largest rank a routing takes, far more than any stack has: what is more is a fault of the caller's."""
+
+MAX_ONE_LAUNCH_TILE = 32
+"""Rows of a tile up to which a step that asks for one launch gets it."""
+
 
 class Group(NamedTuple):
     """Consecutive rows of the batch that use one adapter slot."""
@@ -99,7 +105,13 @@ class Routing:
         """The routing of the batch that some rows of this one make: these, ascending.
 
         It is on the same device and has as many slots and groups at most.
+
+        Raises:
+            ValueError: this is a part of a step, which `among` gave: the rows between its groups are not in it.
         """
+        stops = [0, *(group.stop for group in self.groups)]
+        if any(group.start != stop for group, stop in zip(self.groups, stops, strict=False)):
+            raise ValueError(f"groups {[tuple(g) for g in self.groups]} leave rows out, expected those of a whole step")
         return build_routing(
             [group.slot for group in self.groups],
             [0, *(bisect_left(rows, group.stop) for group in self.groups)],
@@ -154,7 +166,8 @@ def build_routing(
         block_m: Rows of a tile, a power of two; 0: no tile table. Unset: none on the CPU and on devices that Triton's
             kernels do not support, of which the log says why once, else chosen from `num_rows` and `max_groups`.
         one_launch: Where there is a tile table, let `sgmv` and `sgmv_swiglu` be one launch each, whose programs wait
-            for each other. Steps with such a routing may not run at the same time.
+            for each other. Steps with such a routing may not run at the same time. With `block_m` unset it does not
+            hold for prompts, whose tiles are large: their time is not that of launches.
         into: A `buffer` of an earlier routing of the same shapes, overwritten instead of allocating (so that a
             captured graph finds the new routing at the old addresses).
 
@@ -163,8 +176,14 @@ def build_routing(
     """
     groups = _checked_groups(lora_ids, grouped_offsets, len(slot_ranks), num_rows, max_groups)
     end = grouped_offsets[-1]
+    for rank in (min(slot_ranks, default=0), max(slot_ranks, default=0)):
+        if not 0 <= rank <= MAX_RANK:
+            raise ValueError(f"slot_ranks has a rank of {rank}, expected 0 for an empty slot and else 1 to {MAX_RANK}")
     if block_m is None:
         block_m = _row_tile(num_rows, max_groups, device)
+        one_launch = one_launch and block_m <= MAX_ONE_LAUNCH_TILE
+    if block_m & (block_m - 1) if block_m > 0 else block_m:
+        raise ValueError(f"block_m is {block_m} rows of a tile, expected a power of two, or 0 for no tile table")
     tile_rows, num_counters = [], 0
     if block_m:
         length = num_tiles(num_rows, max_groups, block_m)

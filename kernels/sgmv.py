@@ -32,8 +32,11 @@ def sgmv(
     """Add each adapter row's low-rank delta to y, in place.
 
     Semantics, for each group g with slot s and rows r, and each projection p with output columns c (slice p of OUT):
-        v = x[r] @ a_stack[s, p*R : (p+1)*R].T           (fp32 accumulation; rounded to bf16 where B or the product is)
+        v = x[r] @ a_stack[s, p*R : (p+1)*R].T           (fp32 accumulation, one rounding: see below)
         y[r, c] += v @ b_stack[s, c].T                   (fp32 accumulation, one rounding into y)
+
+    v is rounded to B's type on a device, and to bf16 in long bf16 groups on the CPU, which else keeps it in fp32. The
+    CPU keeps copies of such groups' stacks, so stacks must be written by torch's operators, not past them.
 
     Rows at or after `routing.end` are neither read nor written; nothing runs when `end` is 0. The adapter's scale is
     already part of B. Of a slot in use, rows of A and columns of B past its true rank must be zero: they are skipped
@@ -136,6 +139,15 @@ def check_sgmv(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: 
     _check_pair(x, a_stack, b_stack, y, slices)
 
 
+def check_in_place(y: Tensor) -> None:
+    """Raise ValueError unless the kernels can write to y `[T, OUT]`: a row's values together, and rows apart."""
+    if y.stride(1) != 1 or (y.shape[0] > 1 and y.stride(0) < y.shape[1]):
+        raise ValueError(
+            f"y has strides {y.stride()} for shape {list(y.shape)}, expected 1 along the features and rows that do not "
+            "overlap: it is written in place"
+        )
+
+
 def _check_shrink(x: Tensor, a_stack: Tensor, routing: Routing, projections: int) -> None:
     if x.dim() != 2 or a_stack.dim() != 3 or x.shape[1] != a_stack.shape[2]:
         raise ValueError(
@@ -158,12 +170,13 @@ def _check_expand(b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence
             f"b_stack has shape {list(b_stack.shape)}, y {list(y.shape)} and slices {list(slices)}, "
             "expected [N, OUT, R], [T, OUT] and widths that add up to OUT"
         )
+    if any(width < 1 for width in slices):
+        raise ValueError(f"slices has widths {list(slices)}, expected each to be 1 or more")
     if y.dtype not in _DTYPES:
         raise ValueError(f"y is {y.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
     if y.shape[0] < routing.end:
         raise ValueError(f"y has {y.shape[0]} rows, fewer than the routing's end, row {routing.end}")
-    if y.stride(1) != 1:
-        raise ValueError(f"y has strides {y.stride()}, expected 1 along the features: it is written in place")
+    check_in_place(y)
     if routing.tiles is not None and not 1 <= len(slices) <= MAX_SLICES:
         raise ValueError(f"slices has {len(slices)} widths, expected 1 to {MAX_SLICES}")
     _check_stack("b_stack", b_stack, b_stack.shape[2], "y", y, routing)
@@ -254,10 +267,11 @@ def _fake_sgmv(
 
 
 def _fake_shrink(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, max_groups: int, projections: int) -> Tensor:
-    width = a_stack.shape[1]
-    step = StepShape(device_name(x.device), x.shape[0], max_groups, block_m)
-    tile = shrink_tile(step, width // projections, projections, x.shape[1], x.element_size())
-    return x.new_empty((tile.splits, x.shape[0], width), dtype=torch.float32)
+    # How many planes there are follows from the sizes: a compiler that keeps one open has to settle it here.
+    num_rows, in_features, width = int(x.shape[0]), int(x.shape[1]), int(a_stack.shape[1])
+    step = StepShape(device_name(x.device), num_rows, max_groups, block_m)
+    tile = shrink_tile(step, width // projections, projections, in_features, x.element_size())
+    return x.new_empty((tile.splits, num_rows, width), dtype=torch.float32)
 
 
 def _fake_expand(

@@ -2,26 +2,36 @@
 
 A small bf16 product costs about 16 us of dispatch here and an fp32 one about 2, so short groups run in fp32 whatever
 the activations are: their rows are widened once, all groups add to them in place, and they are rounded once. Long bf16
-groups are multiplied in bf16 (fp32 accumulation) where that makes up for the dispatch.
+groups are multiplied in bf16 (fp32 accumulation) where that makes up for the dispatch, with bf16 copies of their
+weights: those are kept, `MAX_COPIES_BYTES` at most in a process, and made anew when the stacks have been written to.
 
 Temporaries have at most `MAX_TEMPORARY` elements, or those of one row of x and y.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from math import gcd
 
 import torch
 from torch import Tensor
 
+from kernels.bf16_copies import MAX_BLOCK_WEIGHTS, Bf16Copies, Bf16Weights
 from kernels.pieces import LONG_ROWS, Batch, Loop, Segment
 from kernels.schedule import Routing
 
 MAX_TEMPORARY = 1 << 22
 """Most elements of a temporary: 16 MB in fp32."""
 
+MAX_COPIES_BYTES = 512 << 20
+"""Most bytes of bf16 copies of adapters: of 8 adapters of rank 64 in all of SmolLM2-135M, they take 312 MB."""
+
+_BF16_COPIES = Bf16Copies(MAX_COPIES_BYTES)
+
 _CACHED = 1 << 18
 """Elements of x and y of a batch, a loop or a block: 1 MB in fp32, what a core's own cache holds."""
+
+_MAX_BLOCK_WORK = LONG_ROWS * MAX_BLOCK_WEIGHTS
+"""Rows times rank times output width up to which one product with zeros is faster than one for each projection."""
 
 _MAX_CHUNKS = 8
 """Most equal chunks for each projection that unequal slices are cut into."""
@@ -49,16 +59,15 @@ def sgmv_cpu(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Ro
                 continue
             piece = piece.loop
         is_wide = x.dtype == torch.float32
-        if not piece.is_short or (not is_wide and (piece.stop - piece.start) * row_width > _CACHED):
-            for segment in piece.segments:
-                _add_long(x, a_stack, b_stack, y, segment, slices)
-            continue
         rows, target = _rows(x, piece), _rows(y, piece)
+        if not piece.is_short or (not is_wide and (piece.stop - piece.start) * row_width > _CACHED):
+            _add_long_loop(rows, a_stack, b_stack, target, piece, slices)
+            continue
         if is_wide:
-            _add_loop(rows, a_stack, b_stack, target, piece, slices)
+            _add_in_fp32(rows, a_stack, b_stack, target, piece.segments, piece.lengths, slices)
         else:
             wide = target.float()
-            _add_loop(rows.float(), a_stack, b_stack, wide, piece, slices)
+            _add_in_fp32(rows.float(), a_stack, b_stack, wide, piece.segments, piece.lengths, slices)
             target.copy_(wide)
 
 
@@ -92,45 +101,45 @@ def _block_rows(row_width: int) -> int:
     return max(1, min(max(_CACHED // row_width, LONG_ROWS), MAX_TEMPORARY // row_width))
 
 
-def _add_loop(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, loop: Loop, slices: tuple[int, ...]) -> None:
-    """Groups one after the other, in place; x and y are the loop's rows in fp32."""
-    parts = (y,) if len(slices) == 1 else y.split_with_sizes(slices, 1)
-    if len(loop.segments) == 1:
-        _add_segment(x, a_stack, b_stack, parts, loop.segments[0])
-        return
-    groups = zip(*(part.split_with_sizes(loop.lengths) for part in parts), strict=True)
-    for segment, rows, targets in zip(loop.segments, x.split_with_sizes(loop.lengths), groups, strict=True):
-        _add_segment(rows, a_stack, b_stack, targets, segment)
-
-
-def _add_segment(x: Tensor, a_stack: Tensor, b_stack: Tensor, targets: Sequence[Tensor], segment: Segment) -> None:
-    """One group, in place; x and the parts of y, one for each projection, are its rows in fp32."""
-    (num_rows, width), (_, out, rank) = x.shape, b_stack.shape
-    slot, live, projections = segment.slot, segment.rank, len(targets)
-    a_first = a_stack.storage_offset() + slot * projections * rank * width
-    b_first = b_stack.storage_offset() + slot * out * rank
-    read_ahead = live >= _READ_AHEAD_RANK and num_rows >= _READ_AHEAD_ROWS
-    if projections == 1:
-        v = torch.mm(x, a_stack.as_strided((width, live), (1, width), a_first))
-        b = b_stack.as_strided((live, out), (1, rank), b_first)
-        if read_ahead:
-            b.sum()
-        targets[0].addmm_(v, b)
-        return
-    vs: Sequence[Tensor]
-    if live == rank:
-        # None of A's rows is padding: one product for all projections.
-        vs = torch.mm(x, a_stack.as_strided((width, projections * rank), (1, width), a_first)).chunk(projections, 1)
-    else:
-        firsts = range(a_first, a_first + projections * rank * width, rank * width)
-        vs = [torch.mm(x, a_stack.as_strided((width, live), (1, width), first)) for first in firsts]
-    for v, target in zip(vs, targets, strict=True):
-        columns = target.shape[1]
-        b = b_stack.as_strided((live, columns), (1, rank), b_first)
-        if read_ahead:
-            b.sum()
-        target.addmm_(v, b)
-        b_first += columns * rank
+def _add_in_fp32(
+    x: Tensor,
+    a_stack: Tensor,
+    b_stack: Tensor,
+    y: Tensor,
+    segments: Sequence[Segment],
+    lengths: Sequence[int],
+    slices: tuple[int, ...],
+) -> None:
+    """Groups one after the other, in place; x and y are their rows in fp32, so many of each."""
+    projections, width, (_, out, rank) = len(slices), x.shape[1], b_stack.shape
+    a_start, b_start = int(a_stack.storage_offset()), int(b_stack.storage_offset())
+    a_part, b_size = rank * width, out * rank
+    rows: Sequence[Tensor] = (x,)
+    parts = (y,) if projections == 1 else y.split_with_sizes(slices, 1)
+    groups: Iterable[Sequence[Tensor]] = (parts,)
+    if len(lengths) > 1:
+        rows = x.split_with_sizes(lengths)
+        groups = zip(*(part.split_with_sizes(lengths) for part in parts), strict=True)
+    for segment, length, some_rows, targets in zip(segments, lengths, rows, groups, strict=True):
+        live, slot = segment.rank, segment.slot
+        a_first, b_first = a_start + slot * projections * a_part, b_start + slot * b_size
+        vs: Sequence[Tensor]
+        if projections == 1:
+            vs = (torch.mm(some_rows, a_stack.as_strided((width, live), (1, width), a_first)),)
+        elif live == rank:
+            # None of A's rows is padding: one product for all projections.
+            a = a_stack.as_strided((width, projections * rank), (1, width), a_first)
+            vs = torch.mm(some_rows, a).chunk(projections, 1)
+        else:
+            firsts = range(a_first, a_first + projections * a_part, a_part)
+            vs = [torch.mm(some_rows, a_stack.as_strided((width, live), (1, width), first)) for first in firsts]
+        read_ahead = live >= _READ_AHEAD_RANK and length >= _READ_AHEAD_ROWS
+        for v, target, columns in zip(vs, targets, slices, strict=True):
+            b = b_stack.as_strided((live, columns), (1, rank), b_first)
+            if read_ahead:
+                b.sum()
+            target.addmm_(v, b)
+            b_first += columns * rank
 
 
 def _add_batch(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, batch: Batch, slices: tuple[int, ...]) -> None:
@@ -206,70 +215,76 @@ def _embed_segment(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, seg
             some_rows.copy_(some_rows.float().addmm_(v, b))
 
 
+def _add_long_loop(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, loop: Loop, slices: tuple[int, ...]) -> None:
+    """Groups one after the other, in bf16 where that pays; x and y are the loop's rows."""
+    width, out, projections = x.shape[1], y.shape[1], len(slices)
+    may_be_bf16 = x.dtype == torch.bfloat16 and not loop.is_short and _has_fast_bf16()
+    copies = _BF16_COPIES.of(a_stack, b_stack, slices) if may_be_bf16 else None
+    for segment, length, rows, targets in _segments(loop, x, y):
+        if copies is not None and _pays_in_bf16(length, width, out, segment.rank, projections):
+            slot, rank = segment.slot, segment.rank
+            weights = _BF16_COPIES.weights(copies, a_stack, b_stack, slot, rank, slices)
+            _add_in_bf16(rows, weights, targets, slices)
+        else:
+            _add_long(rows, a_stack, b_stack, targets, segment, slices)
+
+
+def _segments(loop: Loop, x: Tensor, y: Tensor) -> Iterable[tuple[Segment, int, Tensor, Tensor]]:
+    """A loop's segments, their lengths, and their rows of x and y, which are the loop's."""
+    lengths = loop.lengths
+    if len(lengths) == 1:
+        return ((loop.segments[0], lengths[0], x, y),)
+    return zip(loop.segments, lengths, x.split_with_sizes(lengths), y.split_with_sizes(lengths), strict=True)
+
+
 def _add_long(
     x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, segment: Segment, slices: tuple[int, ...]
 ) -> None:
-    """One group of the step's rows x and y, in bf16 where that pays, block by block."""
-    rows, target = _rows(x, segment), _rows(y, segment)
-    num_rows, width, out = segment.stop - segment.start, x.shape[1], y.shape[1]
-    block = max(1, MAX_TEMPORARY // (len(slices) * segment.rank))
-    if x.dtype == torch.float32:
-        add = _add_in_place
-    elif x.dtype == torch.bfloat16 and _pays_in_bf16(num_rows, width, out, segment.rank, len(slices)):
-        add = _add_in_bf16
-    else:
-        add, block = _add_widened, _block_rows(width + out)
-    if num_rows <= block:
-        add(rows, a_stack, b_stack, target, segment, slices)
-        return
-    for some_rows, some_targets in zip(torch.split(rows, block), torch.split(target, block), strict=True):
-        add(some_rows, a_stack, b_stack, some_targets, segment, slices)
+    """One group of rows x and y, block by block in fp32."""
+    is_wide = x.dtype == torch.float32
+    block = MAX_TEMPORARY // (len(slices) * segment.rank) if is_wide else _block_rows(x.shape[1] + y.shape[1])
+    for rows, target in _blocks(x, y, max(1, block)):
+        wide = target if is_wide else target.float()
+        _add_in_fp32(rows.float(), a_stack, b_stack, wide, (segment,), (rows.shape[0],), slices)
+        if not is_wide:
+            target.copy_(wide)
 
 
-def _add_in_place(
-    x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, segment: Segment, slices: tuple[int, ...]
-) -> None:
-    """Some rows of one group, in fp32."""
-    _add_segment(x, a_stack, b_stack, y.split_with_sizes(slices, 1), segment)
+def _blocks(x: Tensor, y: Tensor, num_rows: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """At most so many rows of both at a time."""
+    if x.shape[0] <= num_rows:
+        return ((x, y),)
+    return zip(torch.split(x, num_rows), torch.split(y, num_rows), strict=True)
 
 
-def _add_widened(
-    x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, segment: Segment, slices: tuple[int, ...]
-) -> None:
-    """Some 16-bit rows of one group, in fp32."""
-    wide = y.float()
-    _add_segment(x.float(), a_stack, b_stack, wide.split_with_sizes(slices, 1), segment)
-    y.copy_(wide)
-
-
-def _add_in_bf16(
-    x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, segment: Segment, slices: tuple[int, ...]
-) -> None:
-    """Some bf16 rows of one group, with its live weights and low-rank rows rounded to bf16; sums stay fp32 inside.
+def _add_in_bf16(x: Tensor, weights: Bf16Weights, y: Tensor, slices: tuple[int, ...]) -> None:
+    """The bf16 rows of one group, with its weights and low-rank rows rounded to bf16; sums stay fp32 inside.
 
     The weights of an adapter that was cast to a bf16 base's dtype do not change, only the low-rank rows do.
     """
-    projections, rank, live = len(slices), b_stack.shape[2], segment.rank
-    a, b = a_stack.select(0, segment.slot), b_stack.select(0, segment.slot)
-    if live < rank:
-        a = a.view(projections, rank, -1)[:, :live].reshape(projections * live, -1)
-        b = b[:, :live]
-    v = torch.mm(x, a.bfloat16().t())
-    b = b.bfloat16()
-    if projections == 1:
-        y.addmm_(v, b.t())
+    projections, (num_rows, out) = len(slices), y.shape
+    most_rows = MAX_TEMPORARY // (projections * weights.rank)
+    if num_rows > most_rows:
+        for some_rows, some_targets in _blocks(x, y, max(1, most_rows)):
+            _add_in_bf16(some_rows, weights, some_targets, slices)
         return
-    parts = zip(v.chunk(projections, 1), b.split_with_sizes(slices, 0), y.split_with_sizes(slices, 1), strict=True)
-    for low, b_part, target in parts:
-        target.addmm_(low, b_part.t())
+    v = torch.mm(x, weights.a)
+    if projections == 1:
+        y.addmm_(v, weights.b[0])
+    elif weights.block is not None and num_rows * weights.rank * out <= _MAX_BLOCK_WORK:
+        y.addmm_(v, weights.block)
+    else:
+        for low, b, target in zip(v.chunk(projections, 1), weights.b, y.split_with_sizes(slices, 1), strict=True):
+            target.addmm_(low, b)
 
 
+@lru_cache(maxsize=1024)
 def _pays_in_bf16(num_rows: int, width: int, out: int, live: int, projections: int) -> bool:
     """Whether products in bf16 save more than their calls cost, in nanoseconds of one core with AVX512-BF16."""
-    if num_rows < LONG_ROWS or live * (projections * width + out) > MAX_TEMPORARY or not _has_fast_bf16():
+    if live * (projections * width + out) > MAX_TEMPORARY:
         return False
     saved = num_rows * (width * (0.1 + 0.0147 * projections * live) + out * (0.15 + 0.0115 * live))
-    return saved > 13_000 + 14_000 * projections
+    return saved > 14_000 * (1 if num_rows * live * out <= _MAX_BLOCK_WORK else projections)
 
 
 @lru_cache(maxsize=64)

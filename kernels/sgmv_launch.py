@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.launch import Launch, precision
+from kernels.launch import PRECISION, Launch
 from kernels.pair_triton import pair_kernel
 from kernels.rows_triton import gather_kernel, scale_kernel
 from kernels.sgmv_triton import expand_kernel, shrink_kernel
@@ -58,7 +58,7 @@ def shrink_launch(
             "BLOCK_K": tile.block_k,
             "SPLITS": tile.splits,
             "STAGES": tile.num_stages,
-            "PRECISION": precision(x.dtype),
+            "PRECISION": PRECISION,
             "num_warps": tile.num_warps,
             **_dependence(dependent),
         },
@@ -100,7 +100,7 @@ def expand_launch(
             "BLOCK_N": tile.block_n,
             "BLOCK_R": tile.block_r,
             "SPLITS": splits,
-            "PRECISION": precision(y.dtype),
+            "PRECISION": PRECISION,
             "num_warps": tile.num_warps,
             **_dependence(dependent),
         },
@@ -139,7 +139,7 @@ def swiglu_launch(
             "BLOCK_N": tile.block_n,
             "BLOCK_R": tile.block_r,
             "SPLITS": splits,
-            "PRECISION": precision(y.dtype),
+            "PRECISION": PRECISION,
             "ACTIVATION": activation,
             "num_warps": tile.num_warps,
             **_dependence(dependent),
@@ -230,7 +230,7 @@ def _pair(
             "STAGES": shrink.num_stages,
             "EXPAND_N": expand.block_n,
             "BLOCK_R": expand.block_r,
-            "PRECISION": precision(x.dtype),
+            "PRECISION": PRECISION,
             "num_warps": max(shrink.num_warps, expand.num_warps),
         },
     )

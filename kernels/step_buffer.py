@@ -20,14 +20,14 @@ def upload(
         parts: The tables; those of several dimensions go in row by row.
         device: Where the buffer lives.
         into: A buffer of an earlier step of the same shapes, overwritten instead of allocating (so that a captured
-            graph finds the new tables at the old addresses).
+            graph finds the new tables at the old addresses). Made in inference mode or out of it, it serves in both.
         shapes: What must be equal for a buffer to serve again, for the error.
 
     Returns:
         The int32 buffer, and a one-dimensional view of it for each part.
 
     Raises:
-        ValueError: `into` is of another size or device (both are named).
+        ValueError: `into` is of another size, type, device or layout (both are named).
     """
     arrays = [np.asarray(part, np.int32) for part in parts]
     spans, length = [], 0
@@ -39,12 +39,26 @@ def upload(
     for span, array in zip(spans, arrays, strict=True):
         host[span] = array.reshape(-1)
     if into is None:
-        buffer = staged.to(device, non_blocking=True)
-    elif into.shape != staged.shape or into.device.type != device.type:
+        # A tensor that is made in inference mode could not be written to out of it.
+        with torch.inference_mode(False):
+            buffer = torch.empty(length, dtype=torch.int32, device=device)
+    else:
+        _check_buffer(into, length, device, shapes)
+        buffer = into
+    buffer.copy_(staged, non_blocking=True)
+    return buffer, [buffer[span] for span in spans]
+
+
+def _check_buffer(into: Tensor, length: int, device: torch.device, shapes: str) -> None:
+    """Raise ValueError unless a step's tables of so many numbers can be written to `into` as they were to a new one."""
+    is_elsewhere = into.device.type != device.type or None is not device.index != into.device.index is not None
+    if into.shape != (length,) or is_elsewhere:
         raise ValueError(
-            f"into holds {into.numel()} numbers on {into.device}, this step needs {staged.numel()} on {device}; "
+            f"into holds {into.numel()} numbers on {into.device}, this step needs {length} on {device}; "
             f"reuse a buffer only for equal {shapes}"
         )
-    else:
-        buffer = into.copy_(staged, non_blocking=True)
-    return buffer, [buffer[span] for span in spans]
+    if into.dtype != torch.int32 or not into.is_contiguous() or into.data_ptr() % (4 * _ALIGN):
+        raise ValueError(
+            f"into is {into.dtype} with strides {into.stride()} at address {into.data_ptr()}, expected contiguous "
+            f"torch.int32 at a multiple of {4 * _ALIGN}: pass the `buffer` of an earlier step, whole"
+        )

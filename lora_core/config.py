@@ -39,7 +39,7 @@ class LoRAConfig(Settings):
     )
     one_launch: bool = Field(
         default=False,
-        description="On a GPU, apply a layer's adapters with one kernel whose parts wait for each other, not with two.",
+        description="On a GPU, in steps without long prompts, apply a layer's adapters with one kernel, not with two.",
     )
     host_memory_bytes: int = Field(
         default=8 * 2**30,

@@ -179,9 +179,11 @@ class LoRAEmbedding(LoRALayer):
         if scale is None:
             sgmv_embed(ids, stacks.a, stacks.b, y, routing, check=check)
             return
-        delta = torch.zeros_like(y)
+        # Adding minus zero keeps all bits, those of zeros too. So base rows need not be left out, and what is launched
+        # does not depend on where they begin.
+        delta = torch.full_like(y, -0.0)
         sgmv_embed(ids, stacks.a, stacks.b, delta, routing, check=check)
-        y[: routing.end].add_(delta[: routing.end] * scale)
+        y.add_(delta.mul_(scale))
 
 
 class LoRAModelWrapper(nn.Module):

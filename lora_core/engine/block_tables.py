@@ -64,6 +64,9 @@ class BlockTables:
     def grow(self, request: Request) -> bool:
         """Give a request the blocks that its text has come to need; False, and nothing, if there are too few."""
         missing = self._num_missing(request)
+        if not missing:
+            # As for nearly every row of nearly every step.
+            return True
         while missing > self._pool.num_free:
             if not self._unpark_another(request):
                 return False

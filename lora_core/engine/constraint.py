@@ -3,9 +3,12 @@
 import time
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLMatcher
 
 from lora_core.errors import describe
+
+Ints = npt.NDArray[np.int64]
 
 EDITS_OF_BYTES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
@@ -13,6 +16,9 @@ EDITS_OF_BYTES = np.where(
     np.float32(-np.inf),
 )
 """Of each byte of a bit mask, the edits of its eight tokens."""
+
+NO_TOKEN = "NoExtensionBias"
+"""llguidance's word for a text that nothing continues."""
 
 SLOWEST_TOKEN_S = 0.1
 """Processor time one token of a constrained answer may take; usual ones take some ten microseconds. Grammars can be
@@ -27,21 +33,18 @@ class ConstraintState:
         matcher: llguidance's, at the start; its own from here on.
         num_tokens: In the matcher's vocabulary: as many as there are logits, or more.
         vocab_size: Of the model's logits.
-        eos_token_ids: The tokens that may end the answer where the grammar allows its end.
 
     Attributes:
         edits: What the next token's logits are given, fp32 `[vocab_size]`: 0 for tokens that may come next, else -inf.
-        ends: Whether only tokens that end the answer may come next.
         error: Why the answer cannot go on, or None.
     """
 
-    def __init__(self, matcher: LLMatcher, num_tokens: int, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, num_tokens: int, vocab_size: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(-(-num_tokens // 32), dtype=np.int32)
         self._vocab_size = vocab_size
-        self._eos_token_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self.edits = np.full(vocab_size, -np.inf, dtype=np.float32)
-        self.ends = False
+        self._num_allowed = 0
         self.error: str | None = None
         self._is_ready = False
 
@@ -49,6 +52,10 @@ class ConstraintState:
     def is_ready(self) -> bool:
         """Whether `edits` speak of the next token."""
         return self._is_ready
+
+    def leaves_only(self, token_ids: Ints) -> bool:
+        """Whether no token but some of these, distinct ones, may come next."""
+        return self._num_allowed == int(np.count_nonzero(self.edits[token_ids] == 0))
 
     def expect(self) -> None:
         """A token was chosen: `follow` will be called with it."""
@@ -74,12 +81,12 @@ class ConstraintState:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         taken_s = time.thread_time() - started_s
         self.edits = EDITS_OF_BYTES[self._mask.view(np.uint8)].reshape(-1)[: self._vocab_size]
-        num_allowed = np.count_nonzero(self.edits == 0)
-        self.ends = num_allowed == np.count_nonzero(self.edits[self._eos_token_ids] == 0)
-        if self._matcher.is_error():
-            self.error = f"the constraint cannot be followed any further: {_first_line(self._matcher.get_error())}"
-        elif not num_allowed:
+        self._num_allowed = int(np.count_nonzero(self.edits == 0))
+        failure = self._matcher.get_error() if self._matcher.is_error() else ""
+        if failure.startswith(NO_TOKEN) or not (failure or self._num_allowed):
             self.error = "the constraint asks for text that no token of the model's vocabulary can go on with"
+        elif failure:
+            self.error = f"the constraint cannot be followed any further: {_first_line(failure)}"
         elif taken_s > SLOWEST_TOKEN_S:
             self.error = (
                 f"the constraint took {taken_s:.1f} s of work for one token, and may take {SLOWEST_TOKEN_S} s; make it "

@@ -88,12 +88,13 @@ class LLMEngine:
             clock=clock,
         )
         self._max_num_seqs = engine_config.max_num_seqs
+        self._eos_token_ids = eos_token_ids(engine_config.model)
         self._limits = Limits(
             max_model_len=self.runner.config.max_model_len,
             kv_cache_tokens=pool.num_blocks * pool.block_size,
             vocab_size=self.runner.config.vocab_size,
+            eos_token_ids=self._eos_token_ids,
         )
-        self._eos_token_ids = eos_token_ids(engine_config.model)
         self._grammars = Grammars(engine_config.model, self._limits.vocab_size, self._eos_token_ids)
         self._requests: dict[str, Request] = {}
         # Requests that are accepted, and not queued before their constraint is compiled.

@@ -6,26 +6,23 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import llguidance.hf
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lora_core.engine.constraint import ConstraintState
+from lora_core.engine.grammar_trial import GrammarTrial, parser_limits
 from lora_core.errors import InvalidRequest, describe
 from lora_core.messages import Constraint
 
 MAX_COMPILED = 64
-"""Compiled constraints kept for requests that come with the same ones; the least recently used goes first."""
+"""Compiled constraints, or why they cannot be, kept for requests that come with the same ones; the least recently used
+goes first."""
 
 WHITESPACE = r"[ \t\n\r]{1,64}"
 """Between the parts of a JSON text: enough for any layout, and models that write nothing else come to an end."""
 
 PATIENCE_S = 0.005
 """How long a step waits for what may come next, when the model has computed its logits before that is known."""
-
-
-def parser_limits() -> LLParserLimits:
-    """llguidance's bounds of a compilation and of one token: its defaults, but half of the work or less for a token."""
-    return LLParserLimits(step_lexer_fuel=50_000, step_max_items=20_000, max_items_in_row=1000, verbose_errors=False)
 
 
 class Grammars:
@@ -49,14 +46,18 @@ class Grammars:
         self._following = ThreadPoolExecutor(1, "grammar-follower")
         self._jobs: set[Future[None]] = set()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._trial: GrammarTrial | None = None
+        # Each compiled one at its start, not to be changed.
+        self._compiled: OrderedDict[Constraint, LLMatcher | InvalidRequest] = OrderedDict()
 
     def prepare(self) -> "Future[LLTokenizer | None]":
         """Build the tokenizer, which takes a second, before the first request needs it; None where that fails."""
 
         def build() -> LLTokenizer | None:
             try:
-                return self._built_tokenizer()
+                tokenizer = self._built_tokenizer()
+                self._trial = GrammarTrial()
+                return tokenizer
             except Exception:
                 # Whoever asks for a constraint is told why.
                 return None
@@ -98,26 +99,48 @@ class Grammars:
 
     def _start(self, constraint: Constraint) -> ConstraintState:
         matcher = self._matcher(constraint)
-        state = ConstraintState(
-            matcher.deep_copy(), self._built_tokenizer().vocab_size, self._vocab_size, self._eos_token_ids
-        )
+        state = ConstraintState(matcher.deep_copy(), self._built_tokenizer().vocab_size, self._vocab_size)
         state.follow(None)
         if state.error is not None:
             raise InvalidRequest(state.error)
         return state
 
     def _matcher(self, constraint: Constraint) -> LLMatcher:
-        """The compiled constraint, at its start; not to be changed."""
-        if constraint in self._compiled:
-            self._compiled.move_to_end(constraint)
-            return self._compiled[constraint]
-        matcher = LLMatcher(self._built_tokenizer(), _grammar(constraint), log_level=0, limits=parser_limits())
+        """The compiled constraint; not to be changed."""
+        found = self._compiled.get(constraint)
+        if found is None:
+            try:
+                found = self._compile(constraint)
+            except InvalidRequest as error:
+                found = error
+            self._compiled[constraint] = found
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(constraint)
+        if isinstance(found, InvalidRequest):
+            # One for each who raises it.
+            raise InvalidRequest(str(found))
+        return found
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        tokenizer, grammar = self._built_tokenizer(), _grammar(constraint)
+        if (failure := self._failure(grammar)) is not None:
+            raise InvalidRequest(f"the {constraint.kind} does not compile: it {failure}; make it simpler")
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise InvalidRequest(f"the {constraint.kind} does not compile: {matcher.get_error().strip()[:500]}")
-        self._compiled[constraint] = matcher
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
         return matcher
+
+    def _failure(self, grammar: str) -> str | None:
+        """Why a grammar must not be compiled in this process, or None."""
+        if self._trial is not None:
+            try:
+                return self._trial.failure(grammar)
+            except OSError:
+                # Somebody killed it.
+                self._trial.close()
+        self._trial = GrammarTrial()
+        return self._trial.failure(grammar)
 
     def _built_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
@@ -147,6 +170,9 @@ def _has_tokenizer(model: Path) -> bool:
 def _grammar(constraint: Constraint) -> str:
     """The constraint in llguidance's own form. Raises InvalidRequest if it is not even text of its kind."""
     if constraint.kind == "regex":
+        # Which llguidance would leave out.
+        if (len(constraint.source) - len(constraint.source.rstrip("\\"))) % 2:
+            raise InvalidRequest("the regex ends with a backslash that escapes nothing; leave it out, or write two")
         # \d and \w mean ASCII, as in JavaScript and so in a schema's patterns; by default all of Unicode's.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.source, 'dw')}/")
     try:

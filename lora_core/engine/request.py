@@ -12,13 +12,15 @@ from lora_core.types import AdapterRef
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one engine can serve, in tokens; a request past any of them is refused when it arrives."""
+    """What one engine can serve; a request past any of it is refused when it arrives."""
 
     max_model_len: int
-    """Longest prompt plus answer."""
+    """Longest prompt plus answer, in tokens."""
     kv_cache_tokens: int
     """Tokens the whole KV cache holds."""
     vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    """The tokens with which the model ends an answer."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -132,7 +134,7 @@ def check(message: GenerateRequest, limits: Limits) -> None:
     Raises:
         InvalidRequest: it can never be served; the sentence gives what was found and what is allowed.
     """
-    check_sampling(message.sampling, limits.vocab_size)
+    check_sampling(message.sampling, limits.vocab_size, limits.eos_token_ids)
     if not message.prompt_token_ids:
         raise InvalidRequest("the prompt is empty; it needs at least one token")
     check_token_ids("prompt token id", message.prompt_token_ids, limits.vocab_size)

@@ -26,8 +26,9 @@ from lora_core.engine.penalties import Ints, flat_places, penalise
 from lora_core.engine.sampler_state import SamplerState
 from lora_core.messages import SamplingParams, TokenLogprobs
 
-MIN_TEMPERATURE = 1e-5
-"""Lower ones draw as this one does: the largest logit, as good as always, and no overflow on the way."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30
+"""Others draw as the nearer one of these does: the largest logit, as good as always, or any token that is left; and
+nothing overflows on the way."""
 PREFIXES = (64, 512)
 """How many of the likeliest tokens are ordered at first, and then; only rows that reach further pay for more."""
 BLOCK = 64
@@ -81,22 +82,22 @@ def edit(
     """Apply to `rows` of `logits`, in place, what their states hold: constraints, barred tokens, biases, penalties.
 
     Semantics, for each row and in this order:
-        logits[row, t] = -inf for t the constraint refuses
+        logits[row, t] = -inf for t the constraint refuses, unless it has an error: what is chosen then is of no use
         logits[row, t] = -inf for t that would end an answer shorter than min_tokens (vLLM's, which bars stop tokens
             beside the end of text; transformers' `MinNewTokensLengthLogitsProcessor` bars the latter), unless the
-            constraint leaves only those
+            constraint leaves only such
         logits[row, t] += logit_bias[t]     (OpenAI's)
         `penalise`
 
     Args:
-        logits: `[N, V]` fp32, contiguous.
+        logits: `[N, V]` fp32, contiguous. At least one entry of each of `rows` that is finite stays so.
         rows: Distinct and ascending.
         sampling: One for each of `rows`.
         states: One for each of `rows`.
     """
     flat = logits.view(-1)
     for row, state in zip(rows, states, strict=True):
-        if state.constraint is not None:
+        if state.constraint is not None and state.constraint.error is None:
             # Several times faster than filling by a mask, on the CPU.
             logits[row].add_(torch.from_numpy(state.constraint.edits).to(logits.device))
     barred = [(row, ids) for row, state in zip(rows, states, strict=True) if (ids := _barred(state)) is not None]
@@ -119,8 +120,11 @@ def edit(
 
 
 def _barred(state: SamplerState) -> Ints | None:
+    ids = state.barred_ids
+    if ids is None or state.constraint is None or not state.constraint.leaves_only(ids):
+        return ids
     # Where a constraint leaves nothing else, an answer that ends too early is better than one that breaks it.
-    return None if state.constraint is not None and state.constraint.ends else state.barred_ids
+    return None
 
 
 def uniform_numbers(generators: Sequence[torch.Generator | None], shared: torch.Generator) -> Tensor:
@@ -152,7 +156,9 @@ def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Tensor) ->
         int64 `[N]`.
     """
     device, vocab_size = logits.device, logits.shape[-1]
-    temperature = torch.tensor([max(params.temperature, MIN_TEMPERATURE) for params in sampling], device=device)
+    temperature = torch.tensor(
+        [min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE) for params in sampling], device=device
+    )
     tokens = torch.empty(len(sampling), dtype=torch.int64, device=device)
     cut = [row for row, params in enumerate(sampling) if _truncates(params, vocab_size)]
     whole = sorted(set(range(len(sampling))).difference(cut))

@@ -9,6 +9,8 @@ MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 """What `torch.Generator.manual_seed` takes."""
 MAX_LOGPROBS = 20
 """Most likeliest tokens told with each token: OpenAI's limit."""
+MAX_STOP_TOKEN_IDS = 1024
+"""They are looked through at every token."""
 MAX_CONSTRAINT_LENGTH = 64 * 1024
 """Characters of a schema or regular expression."""
 
@@ -25,8 +27,13 @@ MIN_BIAS, MAX_BIAS = -100, 100
 """OpenAI's range of a token's `logit_bias`."""
 
 
-def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+def check_sampling(sampling: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
     """Check every value, in whatever way the request came.
+
+    Args:
+        sampling: The values.
+        vocab_size: Of the model's logits.
+        eos_token_ids: The tokens with which the model ends an answer.
 
     Raises:
         InvalidRequest: one can never be served; the sentence gives what was found and what is allowed.
@@ -48,7 +55,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
         if count is not None and not 0 <= count <= min(MAX_LOGPROBS, vocab_size):
             raise InvalidRequest(f"{name} is {count}; it must be from 0 to {min(MAX_LOGPROBS, vocab_size)}")
-    check_token_ids("stop_token_ids entry", sampling.stop_token_ids, vocab_size)
+    _check_stops(sampling, vocab_size, eos_token_ids)
     _check_bias(sampling, vocab_size)
     _check_constraint(sampling)
 
@@ -71,6 +78,20 @@ def _check_lengths(sampling: SamplingParams) -> None:
         raise InvalidRequest(
             f"min_tokens is {sampling.min_tokens} and max_tokens {sampling.max_tokens}; lower min_tokens or raise "
             "max_tokens"
+        )
+
+
+def _check_stops(sampling: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids has {len(sampling.stop_token_ids)} entries; it may have up to {MAX_STOP_TOKEN_IDS}"
+        )
+    check_token_ids("stop_token_ids entry", sampling.stop_token_ids, vocab_size)
+    ending = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    if sampling.min_tokens and len(ending) == vocab_size:
+        raise InvalidRequest(
+            f"min_tokens is {sampling.min_tokens}, and every token of the model's vocabulary would end the answer "
+            "before that; leave out min_tokens, or name fewer stop_token_ids"
         )
 
 

@@ -91,10 +91,11 @@ class Scheduler:
         self._step_adapters = StepAdapters(max_loras_per_step)
         # Not running, and in a slot or on the way into one, as far as is known.
         self._resident: set[AdapterRef] = set()
-        # Tokens of the requests that each queue has started, and the count of the queue that was last served: what
-        # one that begins to wait starts from, so that nobody saves time up.
-        self._served: dict[AdapterRef | None, int] = {}
-        self._level = 0
+        # Tokens that were computed for each queue, and are still to come of its requests that run.
+        self._served: dict[AdapterRef | None, float] = {}
+        # What a queue that begins to wait starts from, so that nobody saves time up: the count of the queue that was
+        # served last, and at least what is computed, shared equally among all that wait or run.
+        self._level = 0.0
         self._most_served = LEAST_SERVED
 
     @property
@@ -127,8 +128,10 @@ class Scheduler:
         self._blocks.release(request)
 
     def _stop(self, request: Request) -> None:
-        """Let a request run no more."""
+        """Let a request run no more; what it was still to come to is not charged to its queue."""
         self._running.remove(request)
+        if request.adapter in self._served:
+            self._served[request.adapter] -= request.num_tokens_left
         if request.adapter is not None:
             self._slots.unpin(request.adapter)
             self._turns.end(request, request.adapter, self._waiting)
@@ -143,6 +146,10 @@ class Scheduler:
         """Take note that a scheduled batch has been computed; its requests are those that were scheduled."""
         for row in batch.rows:
             self._blocks.advance(row.request, row.num_tokens)
+        if self._waiting:
+            running = {request.adapter for request in self._running}
+            num_others = sum(adapter not in self._waiting for adapter in running)
+            self._level += batch.num_tokens / (self._waiting.num_queues + num_others)
 
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's rows: running requests that decode, those still in their prompt, newly admitted ones.
@@ -185,19 +192,20 @@ class Scheduler:
             if self._blocks.grow(self._running[index]):
                 index += 1
             else:
-                self._blocks.release(self._running[-1])
-                self._put_back(self._running[-1])
+                newest = self._running[-1]
+                self._put_back(newest)
+                self._blocks.release(newest)
                 self.num_preempted += 1
 
     def _put_back(self, request: Request) -> None:
-        """Let a running request wait again, with what is left of it not charged to its queue."""
+        """Let a running request wait again."""
         self._stop(request)
         self._queue(request)
-        self._served[request.adapter] = max(self._level, self._served[request.adapter] - request.num_tokens_left)
 
     def _queue(self, request: Request) -> None:
+        if request.adapter not in self._waiting:
+            self._served[request.adapter] = max(self._level, self._served.get(request.adapter, 0.0))
         self._waiting.add(request)
-        self._served[request.adapter] = max(self._level, self._served.get(request.adapter, 0))
 
     def _admit(self, budget: int, lost: dict[AdapterRef, AdapterLost]) -> list[ScheduledRow]:
         """Start waiting requests, of the queue served least first, while tokens, seats and blocks last.
@@ -231,7 +239,7 @@ class Scheduler:
                 heapq.heappop(candidates)
         return rows
 
-    def _candidates(self) -> list[tuple[int, float, int, AdapterRef | None]]:
+    def _candidates(self) -> list[tuple[float, float, int, AdapterRef | None]]:
         """The queues that may start a request in this step: what they have been served, and how long they wait."""
         running = [adapter for adapter in self._turns.running() if adapter in self._waiting]
         known = itertools.chain(self._resident, self._turns.pinned_without_slot)
@@ -239,13 +247,18 @@ class Scheduler:
         oldest = self._waiting.oldest(NUM_ASKED_FIRST, self._turns)
         absent = dict.fromkeys(itertools.chain(self._resident, oldest, self._waiting.some(NUM_ASKED_BY_TURNS)))
         found = [self._candidate(adapter, self._served[adapter]) for adapter in running]
-        # Among those without a slot it is first come, first served.
-        found += [self._candidate(adapter, self._level) for adapter in absent if adapter not in self._turns]
+        # Among those of which no request runs it is first come, first served; to the others they are as one queue that
+        # has been served as little as any of them.
+        least = float("inf")
+        in_order = sorted((self._candidate(a, 0.0)[1:] for a in absent if a not in self._turns), reverse=True)
+        for since_s, arrival, adapter in in_order:
+            least = min(least, self._served[adapter])
+            found.append((least, since_s, arrival, adapter))
         if None in self._waiting:
             found.append(self._candidate(None, self._served[None]))
         return found
 
-    def _candidate(self, adapter: AdapterRef | None, served: int) -> tuple[int, float, int, AdapterRef | None]:
+    def _candidate(self, adapter: AdapterRef | None, served: float) -> tuple[float, float, int, AdapterRef | None]:
         return served, self._waiting.since_s(adapter), self._waiting.first(adapter).arrival, adapter
 
     def _has_blocks(self, request: Request | None) -> bool:
@@ -281,18 +294,18 @@ class Scheduler:
             return may_take_slot and not self._has_blocks(request)
         return readiness is Readiness.READY
 
-    def _start(self, request: Request, served: int) -> None:
-        """Begin to run a waiting request of a queue that has been served so much."""
+    def _start(self, request: Request, served: float) -> None:
+        """Begin to run a waiting request of a queue that counts as one that has been served so much."""
         self._waiting.remove(request)
         self._level = max(self._level, served)
-        self._served[request.adapter] = max(self._level, served) + request.num_tokens_left
+        self._blocks.start(request)
+        self._served[request.adapter] += request.num_tokens_left
         if len(self._served) > self._most_served:
             self._forget_served()
         if request.adapter is not None:
             self._slots.pin(request.adapter)
             self._turns.begin(request, request.adapter)
             self._step_adapters.add(request.adapter)
-        self._blocks.start(request)
         request.num_outputs_before = request.num_output_tokens
         insort(self._running, request, key=lambda running: running.arrival)
 

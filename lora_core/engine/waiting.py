@@ -34,6 +34,11 @@ class WaitingQueues:
     def __iter__(self) -> Iterator[Request]:
         return itertools.chain.from_iterable(self._queues.values())
 
+    @property
+    def num_queues(self) -> int:
+        """Adapters with requests that wait; the base model counts as one."""
+        return len(self._queues)
+
     def add(self, request: Request) -> None:
         """Queue a request by its arrival, before newer ones of its adapter."""
         request.queued_s = self._clock()

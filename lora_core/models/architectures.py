@@ -259,6 +259,8 @@ def _gemma_features(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _activation(config: PreTrainedConfig, name: str) -> str:
     activation: str = getattr(config, name)
+    # One function of two names; the gated kernels know it by this one.
+    activation = "silu" if activation == "swish" else activation
     _require(activation in ACTIVATIONS, config, f"{name} {activation!r}", ", ".join(ACTIVATIONS))
     return activation
 

@@ -8,6 +8,9 @@ of 30 layers, for `kernels.sgmv` and each peer in the form that is fastest there
     gather        each row's weights gathered, padded to the largest rank, then einsum (vLLM's way on the CPU)
     grouped_mm    torch.nn.functional.grouped_mm
 
+Weights are there in the form a method wants, bf16 or block-diagonal: the peers' made beforehand, and the copies that
+`kernels.sgmv` keeps for long bf16 groups in the first step, which counts as one of several.
+
 Every method's result is compared with the reference first; a wrong one is named and not timed. The floor is the live
 weights in fp32 read once at the machine's rate, or all products at its rate of them, and two dispatches a site.
 `--check` compares a few small points and times nothing.

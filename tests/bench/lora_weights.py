@@ -54,7 +54,9 @@ class Weights:
         self.sites, self.rank, self.slot_ranks, self.num_layers = tuple(sites), rank, tuple(slot_ranks), num_layers
         generator = torch.Generator().manual_seed(rank * len(slot_ranks))
         first = [_random_stacks(site, rank, self.slot_ranks, generator) for site in self.sites]
-        self.fp32 = [[Stacks(a.clone(), b.clone()) for a, b in first] for _ in range(num_layers)]
+        # As the product's stacks: made outside of inference mode, in which they could not be written to.
+        with torch.inference_mode(False):
+            self.fp32 = [[Stacks(a.clone(), b.clone()) for a, b in first] for _ in range(num_layers)]
         """By layer and site: what `kernels.sgmv` reads."""
 
     @cached_property

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 from deployments.sampling_fields import StructuredOutputs
 from lora_core.engine.constraint import ConstraintState
 from lora_core.engine.engine import LLMEngine
+from lora_core.engine.grammar_trial import GrammarTrial
 from lora_core.messages import Constraint
 from tests.engine.answers import Answer, Answers, ask, assert_nothing_left, finish, make_engine, step
 from tests.engine.byte_model import END, byte_model
@@ -50,6 +52,10 @@ AMBIGUOUS = json.dumps(
     }
 )
 """Each bracket multiplies the ways in which it can be read."""
+
+
+ENDLESS = [{"type": "string", "pattern": f"a.{{{length}}}b"} for length in range(40)]
+"""What fits all of these takes more memory to find than there is."""
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +138,42 @@ def test_min_tokens_gives_way_where_the_constraint_leaves_only_the_end(
     assert len(answers["long"].tokens) > 30
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"frequency_penalty": 1.0}])
+def test_min_tokens_gives_way_where_the_constraint_leaves_only_stop_tokens(
+    shared: LLMEngine, base: Path, temperature: float, sampling: dict[str, Any]
+) -> None:
+    stops = tuple(AutoTokenizer.from_pretrained(base).encode("ab"))
+    ask(
+        shared, "r", None, max_tokens=9, min_tokens=4, constraint=Constraint("regex", "[ab]{8}"), logprobs=2,
+        stop_token_ids=stops, temperature=temperature, **sampling,
+    )  # fmt: skip
+    answer = finish(shared)["r"]
+    assert answer.reason == "stop"
+    assert answer.tokens[0] in stops
+
+
+@pytest.mark.parametrize(
+    ("temperature", "sampling"), [(0.0, {}), (1.0, {}), (1.0, {"top_p": 0.9}), (1e300, {"top_k": 5})]
+)
+def test_a_text_that_the_vocabulary_cannot_write_ends_its_answer_only(
+    tmp_path: Path, temperature: float, sampling: dict[str, Any]
+) -> None:
+    folder = byte_model(tmp_path)
+    # A tokenizer without the letter q.
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["model"]["vocab"]["\u0100\u0100"] = saved["model"]["vocab"].pop("q")
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    engine = make_engine(folder, {}, slots=0)
+    asked: dict[str, Any] = {"temperature": temperature, "logprobs": 2, "max_tokens": 6, **sampling}
+    ask(engine, "q", None, constraint=Constraint("regex", "abq"), **asked)
+    ask(engine, "other", None, ignore_eos=True, **asked)
+    answers = finish(engine)
+    assert answers["q"].error_type == "InvalidRequest"
+    assert "no token" in (answers["q"].error or "")
+    assert len(answers["other"].tokens) == 6
+
+
 CONTRACT = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 KINDS: tuple[dict[str, Any], ...] = (
     {"constraint": schema_of(Point), "temperature": 1.2, "seed": 5},
@@ -183,6 +225,9 @@ def test_answers_are_the_same_alone_and_in_any_batch_with_preemption(
         (Constraint("json_schema", "[" * 5000), "not a JSON object"),
         (Constraint("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000), "json_schema"),
         (Constraint("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}'), "does not compile"),
+        (Constraint("regex", "a\\"), "backslash"),
+        (Constraint("json_schema", '{"type": "integer", "multipleOf": 99999989}'), "more than 128 MiB|more than 3 s"),
+        (Constraint("json_schema", json.dumps({"allOf": ENDLESS})), "more than 128 MiB|more than 3 s"),
     ],
 )
 def test_a_constraint_that_does_not_compile_is_refused_before_it_takes_a_block(
@@ -195,6 +240,38 @@ def test_a_constraint_that_does_not_compile_is_refused_before_it_takes_a_block(
         step(shared, answers)
     assert answers["r"].error_type == "InvalidRequest"
     assert re.search(words, answers["r"].error or "")
+
+
+def test_what_does_not_compile_is_tried_once(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(base, {}, slots=0)
+    tried: list[str] = []
+    try_out = GrammarTrial.failure
+
+    def noted(trial: GrammarTrial, grammar: str) -> str | None:
+        tried.append(grammar)
+        return try_out(trial, grammar)
+
+    monkeypatch.setattr(GrammarTrial, "failure", noted)
+    for index in range(4):
+        ask(engine, f"wrong {index}", None, constraint=Constraint("json_schema", '{"type": "strin"}'))
+        ask(engine, f"endless {index}", None, constraint=Constraint("json_schema", json.dumps({"allOf": ENDLESS})))
+    answers = finish(engine)
+    assert {answer.error_type for answer in answers.values()} == {"InvalidRequest"}
+    assert len(answers) == 8
+    assert len(tried) == 2
+
+
+def test_a_trial_that_was_killed_is_started_again(base: Path) -> None:
+    others = set(psutil.Process().children())
+    engine = make_engine(base, {}, slots=0)
+    engine.warm_up()
+    (trial,) = set(psutil.Process().children()) - others
+    for letter in "ab":
+        ask(engine, letter, None, max_tokens=4, constraint=Constraint("regex", letter))
+        assert finish(engine)[letter].reason == "stop"
+        if letter == "a":
+            trial.kill()
+            trial.wait()
 
 
 def test_without_an_end_or_a_tokenizer_no_answer_is_constrained(tiny_base: Path) -> None:

@@ -20,6 +20,9 @@ from tests.kernels.scratch import poisoned_empty
 from tests.kernels.sites import LLAMA_3_8B, Model, Step
 
 TINY = Model("tiny", 64, 4, 2, 16, 96, 128)
+DEFAULT = "two_launches_gated"
+"""The form of ours that an engine runs by its default settings."""
+
 TINY_POINTS = (Point(Step(5, 3), 16), Point(Step(2, 1), 8))
 
 
@@ -109,41 +112,51 @@ def time_point(
         return
     work = marginal.make_work(stage, model, point, num_layers)
     times: dict[System, float] = {}
+    missing: list[str] = []
     for system, result in marginal.measure(stage, work, known, repeats=15):
         if isinstance(result, Exception):
             error = f"{type(result).__name__}: {result}"[:300]
             say_json(check="time", about=f"{point.name} {system.name}", ok=not system.is_ours, error=error)
+            missing.append(system.name)
         else:
             times[system] = result
-    report_point(point, num_layers, times, marginal.adapter_bytes(model, point) / bandwidth * 1e6, launch_us)
+    floor_us = marginal.adapter_bytes(model, point) / bandwidth * 1e6
+    report_point(point, num_layers, times, floor_us, launch_us, missing)
 
 
 def report_point(
-    point: Point, num_layers: int, times: dict[System, float], floor_us: float, launch_us: dict[int, float]
+    point: Point,
+    num_layers: int,
+    times: dict[System, float],
+    floor_us: float,
+    launch_us: dict[int, float],
+    missing: Sequence[str] = (),
 ) -> None:
-    """Print a point's line: every system's microseconds a layer, the floors, the goal and whether it was met."""
-    best = {
-        kind: min((us for system, us in times.items() if system.name.startswith(kind)), default=None)
-        for kind in ("two_launches", "one_launch")
-    }
+    """Print a point's line: every system's microseconds a layer, the floors, the goal and whether it was met.
+
+    A peer that could not be timed (`missing`) is not one that was beaten: nothing is then said to be met.
+    """
+    by_name = {system.name: us for system, us in times.items()}
     theirs = {system.name: us for system, us in times.items() if not system.is_ours}
-    mine = [us for us in best.values() if us is not None]
+    # What an engine runs by its settings; the other forms of ours are on the line beside it.
+    ours = by_name.get(DEFAULT)
     wanted = marginal.goals(point)
-    met = [(found := best[kind]) is not None and found <= limit for kind, limit in wanted.items()]
+    met = [(found := by_name.get(f"{kind}_gated")) is not None and found <= limit for kind, limit in wanted.items()]
     if theirs:
-        met.append(bool(mine) and min(mine) < min(theirs.values()))
+        met.append(ours is not None and ours < min(theirs.values()))
     goal = [f"{kind} <= {limit:g} us" for kind, limit in wanted.items()]
     goal.append("below every peer" if theirs else "below every peer (none is here)")
     report(
         "lora_layer_us",
         compared=", ".join(theirs) or "the floors alone",
         goal=", ".join(goal),
-        met=all(met) if met else None,
+        met=all(met) if met and not missing else None,
         tokens=point.step.num_rows,
         groups=point.step.num_groups,
         rank=point.rank,
         layers=num_layers,
-        ours_us=min(mine, default=None),
+        ours_us=ours,
+        missing=list(missing),
         floor_us=floor_us,
         floor_8_launches_us=launch_us[8],
         **{f"{system.name}_us": us for system, us in times.items()},

@@ -24,8 +24,6 @@ class Stage(Protocol):
     """A device, and how to record and time on it."""
 
     device: torch.device
-    is_timed: bool
-    """Whether its times are times."""
 
     def record(self, run: Run) -> Graph:
         """Record what `run` launches. It runs at least once, so that what it writes must be reset after."""
@@ -48,8 +46,6 @@ class CudaGraph:
 
 class CudaStage:
     """The current CUDA device."""
-
-    is_timed = True
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -107,7 +103,6 @@ class InterpretedStage:
     """The CPU, under Triton's interpreter. Only launches of this project's kernels are recorded."""
 
     device = torch.device("cpu")
-    is_timed = False
 
     def record(self, run: Run) -> Recording:
         """As `Stage`."""
@@ -130,8 +125,3 @@ class InterpretedStage:
             float(sum(launch.programs for launch in graph.launches)) if isinstance(graph, Recording) else 0.0
             for graph in graphs
         ]
-
-
-def open_stage() -> Stage:
-    """The GPU, or the interpreter where there is none."""
-    return CudaStage() if torch.cuda.is_available() else InterpretedStage()

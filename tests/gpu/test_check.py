@@ -142,13 +142,14 @@ def run_report(capsys: pytest.CaptureFixture[str], point: Point, times: dict[str
 @pytest.mark.parametrize(
     ("point", "times", "met"),
     [
-        (Point(Step(8, 8), 16), {"two_launches": 14.0, "one_launch": 9.0}, True),
-        (Point(Step(8, 8), 16), {"two_launches": 14.0, "one_launch": 11.0}, False),
+        (Point(Step(8, 8), 16), {"two_launches_gated": 14.0, "one_launch_gated": 9.0}, True),
+        (Point(Step(8, 8), 16), {"two_launches_gated": 14.0, "one_launch_gated": 11.0}, False),
         (Point(Step(8, 8), 16), {"two_launches_pdl": 14.0}, False),
-        (Point(Step(8, 8), 16), {"two_launches": 14.0, "one_launch": 9.0, "vllm": 8.0}, False),
-        (Point(Step(1, 1), 8), {"two_launches": 14.0, "vllm": 15.0}, True),
+        (Point(Step(8, 8), 16), {"two_launches_gated": 14.0, "one_launch_gated": 9.0, "vllm": 13.0}, False),
+        (Point(Step(1, 1), 8), {"two_launches_gated": 14.0, "vllm": 15.0}, True),
+        (Point(Step(1, 1), 8), {"two_launches_gated_pdl": 14.0, "vllm": 15.0}, False),
         (Point(Step(1, 1), 8), {"vllm": 15.0}, False),
-        (Point(Step(1, 1), 8), {"two_launches": 14.0}, None),
+        (Point(Step(1, 1), 8), {"two_launches_gated": 14.0}, None),
     ],
 )
 def test_a_point_meets_its_goals_and_is_below_every_peer(
@@ -157,10 +158,18 @@ def test_a_point_meets_its_goals_and_is_below_every_peer(
     line = run_report(capsys, point, times)
     assert line["met"] is met
     assert line["measure"] == "lora_layer_us"
-    assert line["ours_us"] == min((us for name, us in times.items() if name != "vllm"), default=None)
+    assert line["ours_us"] == times.get(parts.DEFAULT)
     assert (line["tokens"], line["groups"], line["rank"]) == (*point.step, point.rank)
     for name, us in times.items():
         assert line[f"{name}_us"] == us
+
+
+def test_a_peer_that_could_not_be_timed_is_not_one_that_was_beaten(capsys: pytest.CaptureFixture[str]) -> None:
+    system = System(parts.DEFAULT, marginal.our_systems(False)[0].bind)
+    parts.report_point(Point(Step(8, 8), 16), 16, {system: 1.0}, 4.9, {8: 12.0}, ["vllm"])
+    (line,) = json_lines(capsys.readouterr().out)
+    assert line["met"] is None
+    assert line["missing"] == ["vllm"]
 
 
 def test_the_clock_names_what_it_drops() -> None:

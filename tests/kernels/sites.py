@@ -84,8 +84,6 @@ SMOLLM2_135M = Model("smollm2-135m", 576, 9, 3, 64, 1536, 49152)
 GEMMA_2_2B = Model("gemma-2-2b", 2304, 8, 4, 256, 9216, 256000, window=4096, soft_cap=50.0)
 GEMMA_3_4B = Model("gemma-3-4b", 2560, 8, 4, 256, 10240, 262144, window=1024)
 
-MODELS = (LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, SMOLLM2_135M, GEMMA_2_2B, GEMMA_3_4B)
-
 
 class Step(NamedTuple):
     """The shapes of one step: its rows, and how many adapters (groups, and slots) share them at most."""

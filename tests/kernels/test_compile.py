@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Routing, scale_rows, sgmv, sgmv_embed, sgmv_swiglu
+from kernels import Routing, scale_rows, sgmv, sgmv_embed, sgmv_expand, sgmv_shrink, sgmv_swiglu
 from tests.kernels import interpreter
 from tests.kernels.cases import Case, make_case
 
@@ -15,9 +15,9 @@ interpreter.install()
 ONE_LAUNCH = pytest.mark.parametrize("one_launch", [False, True], ids=["two launches", "one launch"])
 
 
-def small_case(one_launch: bool) -> Case:
+def small_case(one_launch: bool, rows: int = 3) -> Case:
     case = make_case(
-        [(2, 1), (0, 3)],
+        [(2, 1), (0, rows)],
         ranks=[5, 0, 12],
         max_rank=12,
         in_features=40,
@@ -63,6 +63,26 @@ def test_a_compiled_layer_computes_what_it_did(backend: str, one_launch: bool) -
     assert not torch.equal(y, case.y)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["rows become dynamic", "all is dynamic"])
+def test_a_compiled_layer_serves_steps_of_other_lengths(dynamic: bool | None) -> None:
+    cases = [small_case(one_launch=False, rows=rows) for rows in (3, 9, 30)]
+    a_stack, b_stack = cases[0].a_stack, cases[0].b_stack
+
+    def layer(x: Tensor, y: Tensor, routing: Routing) -> Tensor:
+        sgmv(x, a_stack, b_stack, y, routing, (24, 24))
+        sgmv_expand(sgmv_shrink(x, a_stack, routing, 2), b_stack, y, routing, (24, 24))
+        return sgmv_swiglu(x, a_stack, b_stack, y, routing)
+
+    compiled: Callable[[Tensor, Tensor, Routing], Tensor]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for case in cases:
+        with torch.no_grad():
+            expected_y, y = case.y.clone(), case.y.clone()
+            expected = layer(case.x, expected_y, case.routing)
+            assert torch.equal(compiled(case.x, y, case.routing), expected)
+        assert torch.equal(y, expected_y)
 
 
 @ONE_LAUNCH

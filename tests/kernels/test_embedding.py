@@ -129,6 +129,7 @@ MISFITS: dict[str, tuple[Callable[[EmbedCase], EmbedCase], str]] = {
     "too few rows": (lambda c: replace(c, ids=c.ids[:2], y=c.y[:2]), "ids has 2 rows, fewer than .* row 3"),
     "y of another length": (lambda c: replace(c, y=c.y[:4]), r"y has shape \[4, 40\].*expected \[5, OUT\]"),
     "y of another width": (lambda c: replace(c, y=c.y[:, :16].contiguous()), r"expected \[N, V, R\] and \[N, 16, R\]"),
+    "A without dimensions": (lambda c: replace(c, a_stack=c.a_stack[0, 0, 0]), r"a_stack has shape \[\] and b_stack"),
     "B of fewer slots": (lambda c: replace(c, b_stack=c.b_stack[:2]), r"b_stack \[2, 40, 12\]"),
     "A of another rank": (lambda c: replace(c, a_stack=c.a_stack[:, :, :4]), r"a_stack has shape \[3, 23, 4\]"),
     "stacks of fewer slots": (
@@ -155,6 +156,14 @@ def test_a_token_that_the_table_has_not_is_an_error_on_the_cpu() -> None:
     case = embed_case([(2, 1), (0, 2)], ranks=[4, 8, 3])
     with pytest.raises(IndexError):
         replace(case, ids=torch.full_like(case.ids, 23)).result()
+
+
+@PATHS
+def test_rows_that_are_one_in_memory_are_refused(block_m: int | None) -> None:
+    case = embed_case([(2, 1), (0, 2)], ranks=[4, 8, 3], block_m=block_m)
+    y = case.y[:1].expand(5, 40)
+    with pytest.raises(ValueError, match=r"y has strides \(0, 1\) for shape \[5, 40\], .* rows that do not overlap"):
+        sgmv_embed(case.ids, case.a_stack, case.b_stack, y, case.routing)
 
 
 def test_compilers_see_the_operator_as_it_is() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import Routing, build_routing, reference, scale_rows
 from tests.kernels import interpreter
-from tests.kernels.cases import DEVICE, POPULARITIES, popular_groups
+from tests.kernels.cases import DEVICE, POPULARITIES, popular_groups, same_bits
 
 interpreter.install()
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_a_neutral_gain_keeps_every_bit(dtype: torch.dtype, block_m: int | None)
     y = case.y.clone()
     y[:, 0], y[:, 1] = float("inf"), -0.0
     result = replace(case, y=y, gain_stack=torch.zeros_like(case.gain_stack)).result()
-    assert torch.equal(result[:3], y[:3])
+    assert same_bits(result[:3], y[:3])
 
 
 @pytest.mark.parametrize("block_m", [None, 64], ids=["cpu", "triton"])
@@ -139,6 +139,10 @@ MISFITS: dict[str, tuple[Callable[[GainCase], GainCase], str]] = {
     "a bias of another dtype": (lambda c: replace(c, bias=torch.zeros(40).half()), "bias is torch.float16"),
     "gains elsewhere": (lambda c: replace(c, gain_stack=c.gain_stack.to("meta")), "gain_stack on meta"),
     "y with strides": (lambda c: replace(c, y=c.y.t().contiguous().t()), "y has strides"),
+    "gains with strides": (
+        lambda c: replace(c, gain_stack=c.gain_stack.t().contiguous().t()),
+        "gain_stack has strides",
+    ),
     "gains of fewer slots": (lambda c: replace(c, gain_stack=c.gain_stack[:2]), "gain_stack has 2 slots"),
     "too few rows": (lambda c: replace(c, y=c.y[:2]), "y has 2 rows, fewer than .* row 3"),
 }
@@ -151,6 +155,14 @@ def test_arguments_that_disagree_are_refused(misfit: str, block_m: int | None) -
     case = change(gain_case([(2, 1), (0, 2)], ranks=[4, 8, 3], block_m=block_m))
     with pytest.raises(ValueError, match=message):
         case.result()
+
+
+@PATHS
+def test_rows_that_are_one_in_memory_are_refused(block_m: int | None) -> None:
+    case = gain_case([(2, 1), (0, 2)], ranks=[4, 8, 3], block_m=block_m)
+    y = case.y[:1].expand(5, 40)
+    with pytest.raises(ValueError, match=r"y has strides \(0, 1\) for shape \[5, 40\], .* rows that do not overlap"):
+        scale_rows(y, case.gain_stack, case.bias, case.routing)
 
 
 def test_compilers_see_the_operator_as_it_is() -> None:

@@ -86,6 +86,7 @@ def test_the_tile_table_is_long_enough_for_any_step(
         (([1], [17], [[1]]), {}, "17 tokens, which fill 2 blocks of 16; its block table has 1 and max_blocks is 5"),
         (([1], [81], [[1] * 6]), {}, "81 tokens, which fill 6 blocks of 16; its block table has 6 and max_blocks is 5"),
         (([1, 1], [1, 20], [[1], [2, 50]]), {}, "block 50 for sequence 1, outside the cache's 50 blocks"),
+        (([1], [1], [[2**40]]), {}, f"block {2**40} for sequence 0, outside the cache's 50 blocks"),
         (([1], [1], [[-1]]), {}, "block -1 for sequence 0, outside the cache's 50 blocks"),
         (([1, 2], [1, 2], [[1], [2]]), {"max_chunks": 0}, "1 sequences of one row, 1 of several .* max_chunks=0"),
         (([1, 1], [1, 1], [[1], [2]]), {"max_decodes": 1}, "2 sequences of one row, .* max_decodes=1"),
@@ -126,7 +127,9 @@ def test_tensors_that_do_not_fit_the_schedule_are_refused(
     [
         ({"scale": -1.0}, "scale is -1.0, expected a positive number"),
         ({"scale": 1.0, "window": 0}, "window is 0 tokens, expected 1 or more"),
-        ({"scale": 1.0, "softcap": 0.0}, "softcap is 0.0, expected a bound over 0"),
+        ({"scale": float("inf")}, "scale is inf, expected a positive number"),
+        ({"scale": 1.0, "softcap": 0.0}, "softcap is 0.0, expected a finite bound over 0"),
+        ({"scale": 1.0, "softcap": float("inf")}, "softcap is inf, expected a finite bound over 0, or None"),
     ],
 )
 def test_features_without_a_meaning_are_refused(feature: dict[str, Any], message: str) -> None:
@@ -140,6 +143,7 @@ def test_features_without_a_meaning_are_refused(feature: dict[str, Any], message
     [
         ({}, None),
         ({"head_dim": 512}, "its heads are 512 long, more than 256"),
+        ({"num_heads": LAYOUT.num_heads + 1}, "query heads are not a multiple of its"),
         ({"num_heads": 2048}, "256 query heads share a KV head, more than 128"),
         ({"dtype": torch.float64}, "its cache is torch.float64"),
     ],

@@ -73,6 +73,14 @@ def test_a_prefill_among_decodes_stands_alone() -> None:
     assert [piece.is_short for piece in pieces if isinstance(piece, Loop)] == [False]
 
 
+def test_neighbouring_prefills_share_a_loop_of_any_length() -> None:
+    pieces = cut(groups_of([(4, 64), (3, 900), (2, 70), (1, 63), (0, 2)]), [8] * 5)
+    assert [(piece.lengths, piece.is_short) for piece in pieces if isinstance(piece, Loop)] == [
+        ((64, 900, 70), False),
+        ((63, 2), True),
+    ]
+
+
 def test_a_single_group_is_a_loop_of_its_true_rank() -> None:
     (piece,) = cut([(2, 0, 1)], [8, 8, 3])
     assert isinstance(piece, Loop)
@@ -96,7 +104,7 @@ def test_pieces_hold_every_row_once_with_its_own_slot(slots_and_lengths: list[tu
         slots = [segment.slot for segment in loop.segments for _ in range(segment.start, segment.stop)]
         assert loop.lengths == tuple(segment.stop - segment.start for segment in loop.segments)
         assert all(segment.rank == slot_ranks[segment.slot] for segment in loop.segments)
-        assert len(loop.segments) == 1 or max(loop.lengths) < LONG_ROWS
+        assert all((length < LONG_ROWS) == loop.is_short for length in loop.lengths)
         if isinstance(piece, Batch):
             assert piece.num_places == len(piece.rows) <= 64
             assert torch.equal(piece.rows[piece.places], torch.arange(piece.start, piece.stop))

@@ -1,11 +1,13 @@
 """The routing triple on host and device, and the tile table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kernels import Group, Routing, build_routing
 from kernels.schedule import tile_table
@@ -66,6 +68,47 @@ def test_a_buffer_of_other_shapes_is_refused() -> None:
     buffer = route([2, 1], [0, 3, 7], block_m=4).buffer
     with pytest.raises(ValueError, match=r"into holds \d+ numbers .* needs \d+"):
         build_routing([0], [0, 20], [4, 8, 2], num_rows=20, max_groups=5, device=CPU, block_m=8, into=buffer)
+
+
+@pytest.mark.parametrize(
+    "change", [Tensor.float, lambda b: b.repeat_interleave(2)[::2], lambda b: torch.cat((b, b))[2:]]
+)
+def test_what_is_no_such_buffer_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    """A kernel would read its bits as something else, or be compiled anew for an address it was not captured for."""
+    buffer = change(route([2, 1], [0, 3, 7], block_m=4).buffer)[: len(route([], [0], block_m=4).buffer)]
+    with pytest.raises(ValueError, match=r"into is torch\..* expected contiguous torch.int32 at a multiple of 16"):
+        build_routing([0], [0, 20], [4, 8, 2], num_rows=20, max_groups=5, device=CPU, block_m=4, into=buffer)
+
+
+@pytest.mark.parametrize("made_in_inference_mode", [True, False])
+def test_a_buffer_serves_in_inference_mode_and_out_of_it(made_in_inference_mode: bool) -> None:
+    with torch.inference_mode(made_in_inference_mode):
+        first = route([2, 1], [0, 3, 7], block_m=4)
+    with torch.inference_mode(not made_in_inference_mode):
+        build_routing([0], [0, 20], [4, 8, 2], num_rows=20, max_groups=5, device=CPU, block_m=4, into=first.buffer)
+    assert first.lora_ids.tolist() == [0, -1, -1, -1, -1]
+
+
+def test_counters_that_a_broken_step_left_are_zero_in_the_next() -> None:
+    options: dict[str, Any] = {"num_rows": 20, "max_groups": 5, "device": CPU, "block_m": 4, "one_launch": True}
+    first = build_routing([2, 1], [0, 3, 7], [4, 8, 2], **options)
+    assert first.counters is not None
+    first.counters.fill_(3)
+    build_routing([0], [0, 20], [4, 8, 2], **options, into=first.buffer)
+    assert not first.counters.any()
+
+
+@pytest.mark.parametrize("block_m", [-8, 3, 12])
+def test_tiles_that_no_kernel_has_are_refused(block_m: int) -> None:
+    with pytest.raises(ValueError, match=f"block_m is {block_m} rows of a tile, expected a power of two, or 0"):
+        route([0], [0, 4], block_m=block_m)
+
+
+def test_a_rank_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="slot_ranks has a rank of 1099511627776, expected 0 for an empty slot"):
+        build_routing([0], [0, 1], [2**40], num_rows=1, max_groups=1, device=CPU)
+    with pytest.raises(ValueError, match="slot_ranks has a rank of -1, expected 0 for an empty slot"):
+        build_routing([0], [0, 4], [4, -1], num_rows=4, max_groups=1, device=CPU)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +179,14 @@ def test_a_part_of_the_step_has_the_groups_of_the_slots_asked_for() -> None:
     assert routing.among(frozenset()) is None
     nothing = build_routing([], [0], [8], num_rows=3, max_groups=1, device=CPU)
     assert nothing.among(frozenset({0})) is None
+
+
+def test_rows_are_selected_of_a_whole_step_only() -> None:
+    """What a part leaves out would get the adapter of the group after it."""
+    part = build_routing([1, 0], [0, 2, 5], [8, 8], num_rows=6, max_groups=2, device=CPU).among(frozenset({0}))
+    assert part is not None
+    with pytest.raises(ValueError, match=r"groups \[\(0, 2, 5\)\] leave rows out"):
+        part.select([1, 3])
 
 
 def test_with_a_tile_table_a_part_is_the_whole_step() -> None:

@@ -49,6 +49,13 @@ MISFITS: dict[str, tuple[Callable[[Case], Case], str]] = {
     "y on another device": (lambda c: replace(c, y=c.y.to("meta")), "y is on meta, b_stack on"),
     "x on another device": (lambda c: replace(c, x=c.x.to("meta")), "x is on meta, a_stack on"),
     "slices that do not add up": (lambda c: replace(c, slices=(16, 16)), r"slices \[16, 16\]"),
+    "y whose rows overlap": (
+        lambda c: replace(c, y=c.y.flatten().as_strided((4, 24), (8, 1))),
+        r"y has strides \(8, 1\) for shape \[4, 24\], .* rows that do not overlap",
+    ),
+    "y of one row for all": (lambda c: replace(c, y=c.y[:1].expand(4, 24)), r"y has strides \(0, 1\)"),
+    "a slice without columns": (lambda c: replace(c, slices=(24, 0)), r"widths \[24, 0\], expected each to be 1"),
+    "a slice of less than none": (lambda c: replace(c, slices=(32, -8)), r"widths \[32, -8\], expected each to be 1"),
     "no slices": (lambda c: replace(c, slices=()), "not a multiple of 0 projections"),
     "slices of another number": (lambda c: replace(c, slices=(24,)), "16 rows a slot, expected 1 slices times"),
     "A of another dtype": (lambda c: replace(c, a_stack=c.a_stack.double()), "a_stack is torch.float64"),
@@ -119,6 +126,15 @@ def test_compilers_see_the_operators_as_they_are(dtype: torch.dtype) -> None:
         torch.library.opcheck(expand, (planes, case.b_stack, case.y.clone(), tiles, 8, 3, [16, 8]), test_utils=tests)
         fake_tests = tests[1:]
         torch.library.opcheck(shrink, (x, case.a_stack, tiles, 8, 3, 2), test_utils=fake_tests)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_run_where_their_tensors_are() -> None:
+    other = torch.device("cuda", 1 - torch.cuda.current_device())
+    case = make_case(
+        [(0, 2)], ranks=[4], max_rank=4, in_features=32, slices=(16,), dtype=torch.bfloat16, block_m=8, device=other
+    )
+    case.check()
 
 
 def test_the_cpu_path_needs_no_triton() -> None:

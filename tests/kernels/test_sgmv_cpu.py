@@ -11,6 +11,7 @@ from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build_routing, sgmv, sgmv_cpu
+from kernels.bf16_copies import Bf16Copies
 from tests.kernels.cases import POPULARITIES, make_case, popular_groups, with_random_values
 
 CPU = torch.device("cpu")
@@ -95,9 +96,10 @@ def test_long_bf16_segments_are_served_with_and_without_bf16_instructions(
 ) -> None:
     if has_instructions and not sgmv_cpu._has_fast_bf16():
         pytest.skip("this processor does not multiply bf16")
+    copies = Bf16Copies(1 << 20)
+    monkeypatch.setattr(sgmv_cpu, "_BF16_COPIES", copies)
     monkeypatch.setattr(sgmv_cpu, "_has_fast_bf16", lambda: has_instructions)
-    assert sgmv_cpu._pays_in_bf16(80, 1536, 3072, 6, 2) is has_instructions
-    make_case(
+    case = make_case(
         [(1, 80), (0, 90)],
         ranks=[8, 6],
         max_rank=8,
@@ -106,7 +108,11 @@ def test_long_bf16_segments_are_served_with_and_without_bf16_instructions(
         dtype=torch.bfloat16,
         base_rows=1,
         device=CPU,
-    ).check()
+    )
+    case.check()
+    assert copies.num_bytes == 0
+    case.check()
+    assert (copies.num_bytes > 0) is has_instructions
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100])

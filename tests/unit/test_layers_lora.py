@@ -128,14 +128,16 @@ def test_the_wrapper_sets_the_routing_for_one_call_and_clears_it_after_an_error(
 
 
 class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that reach the device."""
+    """Counts the operators that reach the device, and notes the shapes of what they are given."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[str] = []
+        self.shapes: list[list[torch.Size]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.launches.append(str(func))
+        self.shapes.append([value.shape for value in args if isinstance(value, Tensor)])
         return func(*args, **(kwargs or {}))
 
 
@@ -249,6 +251,29 @@ def test_an_embedding_whose_base_scales_scales_the_product_too() -> None:
     product = layer.stacks.a[0][ids[:3]] @ layer.stacks.b[0].T
     torch.testing.assert_close(y[:3], plain[:3] + 4 * product, rtol=1e-5, atol=1e-5)
     assert torch.equal(y[3:], plain[3:])
+
+
+def test_a_scaled_embedding_runs_the_same_whichever_rows_have_adapters() -> None:
+    """With a tile table, as a captured graph has it; zeros of base rows keep their sign."""
+    interpreter.install()
+    torch.manual_seed(9)
+    base = Gemma3TextScaledWordEmbedding(11, 16, padding_idx=0, embed_scale=4.0)
+    base.weight.data[5] = -0.0
+    layer = LoRAEmbedding(base, LoRASite(0, None, EMBEDDING_TARGET, 11, (16,)), RoutingContext())
+    stacks = SiteStacks(torch.randn(1, 11, 2), torch.randn(1, 16, 2), torch.zeros(1, 16), frozenset({0}))
+    layer.stacks = stacks
+    ids, sizes = torch.tensor([3, 10, 3, 5, 5]), []
+    for end in (1, 4):
+        layer.context.routing = build_routing([0], [0, end], [2], num_rows=5, max_groups=1, device=CPU, block_m=8)
+        with torch.inference_mode(), LaunchCounter() as operators:
+            y, plain = layer(ids), base(ids)
+        sizes.append(operators.shapes)
+        product = stacks.a[0][ids[:end]] @ stacks.b[0].T
+        torch.testing.assert_close(y[:end], plain[:end] + 4 * product, rtol=1e-5, atol=1e-5)
+        assert torch.equal(y[end:], plain[end:])
+        assert torch.equal(y[end:].signbit(), plain[end:].signbit())
+        assert y[4].signbit().all()
+    assert sizes[0] == sizes[1]
 
 
 def test_an_embedding_of_another_shape_is_refused() -> None:

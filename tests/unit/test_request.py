@@ -7,7 +7,7 @@ from lora_core.errors import InvalidRequest
 from lora_core.messages import Constraint, GenerateRequest, SamplingParams
 from lora_core.types import AdapterRef
 
-LIMITS = Limits(max_model_len=64, kv_cache_tokens=32, vocab_size=100)
+LIMITS = Limits(max_model_len=64, kv_cache_tokens=32, vocab_size=100, eos_token_ids=frozenset({2}))
 EOS = frozenset({2})
 
 
@@ -32,6 +32,12 @@ def test_a_request_at_every_limit_is_accepted() -> None:
         logit_bias=((0, -100), (99, 100)), logprobs=20, prompt_logprobs=0, constraint=Constraint("regex", "a" * 65536),
     )  # fmt: skip
     check(GenerateRequest("r", [1], sampling), LIMITS)
+    # One token that does not end the answer is left.
+    stops = tuple(range(3, 100))
+    check(GenerateRequest("r", [1], SamplingParams(min_tokens=3, stop_token_ids=(1, *stops))), LIMITS)
+    check(
+        GenerateRequest("r", [1], SamplingParams(min_tokens=3, stop_token_ids=(0, 1, *stops), ignore_eos=True)), LIMITS
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,9 @@ def test_a_request_at_every_limit_is_accepted() -> None:
         ([1], {"top_k": -1}, ["top_k is -1", "at least 0"]),
         ([1], {"seed": 2**64}, [f"seed is {2**64}"]),
         ([1], {"stop_token_ids": (3, 100)}, ["stop_token_ids entry 100", "0 to 99"]),
+        ([1], {"stop_token_ids": (3,) * 1025}, ["1025 entries", "1024"]),
+        ([1], {"stop_token_ids": (0, 1, *range(3, 100)), "min_tokens": 1}, ["min_tokens is 1", "fewer stop_token_ids"]),
+        ([1], {"stop_token_ids": tuple(range(100)), "min_tokens": 2, "ignore_eos": True}, ["min_tokens is 2"]),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_was_found(

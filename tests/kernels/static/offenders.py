@@ -78,7 +78,7 @@ def offenders(target: Target) -> Iterator[tuple[str, Configuration]]:
     tile = {"K": 4096, "M": 64, "N": 64, "BLOCK_K": 64}
     yield "pipelined register product", launch(scaled_product, x, w, out, **tile, STAGES=3)
     yield "register product", launch(scaled_product, x, w, out, **tile, STAGES=1)
-    yield "shared memory", launch(plain_product, x, w, out, **{**tile, "M": 128, "N": 128, "BLOCK_K": 128}, STAGES=8)
+    yield "shared memory", launch(plain_product, x, w, out, **{**tile, "M": 16, "N": 16, "BLOCK_K": 1024}, STAGES=5)
     yield "no matrix instruction", launch(product_by_sums, x, w, out, K=1024, N=16)
     if target.backend == "cuda":
         # AMD's compiler has no such option.

@@ -17,7 +17,7 @@ from tests.kernels.static.layer import LayerCost, layer_costs
 from tests.kernels.static.peer_rows import peer_layer
 from tests.kernels.static.shipped import shipped
 from tests.kernels.static.table import LEGEND, cost_table, kernel_table
-from tests.kernels.static.targets import SM_90, TARGETS, Target
+from tests.kernels.static.targets import ALL_TARGETS, SM_90, TARGETS, Target
 
 NUM_PROCESSES = 2
 
@@ -38,8 +38,8 @@ class Job(NamedTuple):
 
 
 def run(names: Sequence[str], *, everything: bool) -> int:
-    """Judge the named targets, or all; 1 where a rule is broken."""
-    targets = [target for target in TARGETS if not names or target.name in names]
+    """Judge the named targets, or those of `TARGETS`; 1 where a rule is broken."""
+    targets = [_target(name) for name in names] or list(TARGETS)
     source = "everything" if everything else "shipped"
     jobs = [Job(target.name, source, place) for target in targets for place in range(len(_listed(target.name, source)))]
     peers, absent = load_peers()
@@ -82,7 +82,7 @@ def _judged(job: Job) -> Verdict:
 
 
 def _target(name: str) -> Target:
-    return next(target for target in TARGETS if target.name == name)
+    return next(target for target in ALL_TARGETS if target.name == name)
 
 
 def _printed(results: Iterator[Verdict], number: int) -> Iterator[Verdict]:

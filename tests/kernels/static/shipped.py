@@ -36,8 +36,8 @@ from tests.kernels.static.targets import SM_90, Target
 
 STEPS = (DECODE_FEW, DECODE_MANY, DECODE_SHARED, MIXED, PREFILL)
 
-_PAIR_STEPS = (DECODE_FEW, DECODE_MANY)
-"""One launch is for decodes: a prefill's time is not its launches'."""
+_PAIR_STEPS = (DECODE_FEW, DECODE_MANY, DECODE_SHARED, MIXED)
+"""With larger tiles than these steps have there are two launches."""
 
 
 def shipped(target: Target, *, everything: bool = False) -> list[Configuration]:
@@ -89,7 +89,7 @@ def _sample(target: Target) -> Iterator[Configuration]:
             tensors = StepTensors(step, rank)
             yield from two_launches(LLAMA_3_8B.qkv, tensors)
             yield from two_launches_with_activation(LLAMA_3_8B.gate_up, tensors)
-    for step, rank in ((DECODE_FEW, 16), (DECODE_MANY, 64)) if target is SM_90 else ((DECODE_MANY, 16),):
+    for step, rank in ((DECODE_FEW, 16), (DECODE_MANY, 64), (MIXED, 16)) if target is SM_90 else ((DECODE_MANY, 16),):
         tensors = StepTensors(step, rank)
         yield one_launch(LLAMA_3_8B.qkv, tensors)
         yield one_launch(LLAMA_3_8B.down, tensors)

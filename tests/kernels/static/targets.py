@@ -1,6 +1,6 @@
 """GPUs that kernels are compiled for without being there, and what one of their multiprocessors holds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -72,7 +72,20 @@ SM_100 = Target(
 # A compute unit is four units of 512 vector registers of 64 lanes, each with eight wavefronts.
 GFX942 = Target("gfx942", "AMD Instinct MI300X", "hip", "gfx942", 64, 65536, 65536, 0, 4 * 512 * 64, 8, 32, 32)
 
+GFX90A = replace(GFX942, name="gfx90a", device="AMD Instinct MI250X", architecture="gfx90a")
+GFX950 = replace(
+    GFX942,
+    name="gfx950",
+    device="AMD Instinct MI350X",
+    architecture="gfx950",
+    max_shared_bytes=163840,
+    shared_bytes=163840,
+)
+
 TARGETS = (SM_80, SM_90, SM_100, GFX942)
+"""Those that are judged unless others are named."""
+
+ALL_TARGETS = (*TARGETS, GFX90A, GFX950)
 
 
 class StandInDriver:

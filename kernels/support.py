@@ -55,4 +55,4 @@ def can_launch_dependently(device: torch.device) -> bool:
 @cache
 def warn_of_fallback(device: torch.device, fault: str) -> None:
     """Say, once in the life of the process, that a device goes without Triton kernels."""
-    logger.warning("LoRA on %s runs in plain torch, which is slow: %s", device, fault)
+    logger.warning("adapters and attention on %s run in plain torch, which is slow: %s", device, fault)

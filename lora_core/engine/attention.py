@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import PagedLayout, PagedSchedule, build_paged_schedule, paged_attention
 from kernels.paged_attention import layout_fault
-from kernels.support import triton_fault
+from kernels.support import triton_fault, warn_of_fallback
 from lora_core.engine.gathered_attention import AttentionReads, StepSequences, attend_gathered, build_reads
 from lora_core.engine.kv_cache import Ints, KVLayout, StripFill
 from lora_core.engine.strips import Strips, StripStep
@@ -86,7 +86,10 @@ def paged_layout(layout: KVLayout, num_heads: int, *, dtype: torch.dtype, device
     if device.type == "cpu":
         return None
     paged = PagedLayout(num_heads, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.num_blocks, dtype)
-    if (fault := triton_fault(device) or layout_fault(paged)) is not None:
+    if (fault := triton_fault(device)) is not None:
+        warn_of_fallback(device, fault)
+        return None
+    if (fault := layout_fault(paged)) is not None:
         logger.warning("attention on %s gathers pages in plain torch, which is slow: %s", device, fault)
         return None
     return paged

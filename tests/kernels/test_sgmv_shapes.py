@@ -1,6 +1,7 @@
 """Shapes that nobody thought of, drawn; and offsets that 32 bits do not hold."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -88,3 +89,27 @@ def test_offsets_past_two_to_the_31st_are_reached() -> None:
     routing = build_routing([last], [0, 3], [0] * last + [rank], num_rows=3, max_groups=1, device=DEVICE, block_m=8)
     sgmv(x, a_stack, b_stack, y, routing, (64 * features,))
     assert (y == 0.25 * features * rank).all()
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_slots", "in_features", "slices", "block_m"),
+    [
+        pytest.param([(1, 2), (0, 1)], 2, 16384, (64, 32, 32), 8, id="wide-input"),
+        pytest.param([(1, 1)], 2, 32, (28672, 28672), 16, id="wide-gate-and-up"),
+        pytest.param([(0, 1)], 1, 16, (262144,), 16, id="head-of-262144"),
+        pytest.param([(255, 20000), (3, 12000)], 256, 16, (16,), 64, id="32k-rows-of-256-slots"),
+    ],
+)
+def test_the_largest_shapes_equal_the_reference(
+    groups: list[tuple[int, int]], num_slots: int, in_features: int, slices: tuple[int, ...], block_m: int
+) -> None:
+    make_case(
+        groups,
+        ranks=[8] * num_slots,
+        max_rank=8,
+        in_features=in_features,
+        slices=slices,
+        dtype=torch.bfloat16,
+        base_rows=1,
+        block_m=block_m,
+    ).check()

@@ -96,8 +96,8 @@ def test_one_warning_says_why(fresh: None, caplog: pytest.LogCaptureFixture) -> 
         ]
         routings.append(routings[0].select([1, 2]))
     assert [record.getMessage() for record in caplog.records] == [
-        "LoRA on meta runs in plain torch, which is slow: there are no kernels for devices of type 'meta', only for "
-        "cuda (NVIDIA and AMD)"
+        "adapters and attention on meta run in plain torch, which is slow: there are no kernels for devices of type "
+        "'meta', only for cuda (NVIDIA and AMD)"
     ]
     assert [(routing.path, routing.tiles, routing.counters) for routing in routings] == [("torch", None, None)] * 4
     assert routings[0].stack_dtype(torch.bfloat16) is torch.bfloat16

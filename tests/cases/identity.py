@@ -204,14 +204,21 @@ def no_block_crosses_at_once(world: World) -> Got:
     return all_of(*parts)
 
 
+WAITS = {"patient": 60.0, "put back at once": 0.0}
+"""`max_slot_wait_s`: within it slots in use stay with their adapters, past it those that run make room."""
+
+
 @case(
-    "vllm#47724", "2 slots, A1 and A2 decoding, A3 and A4 loaded and used in a loop", "every request as in a quiet run"
+    "vllm#47724",
+    "2 slots, A1 and A2 decoding, A3 and A4 loaded and used in a loop",
+    "every request as in a quiet run",
+    WAITS,
 )
-def slots_in_use(world: World) -> Got:
+def slots_in_use(world: World, max_slot_wait_s: float) -> Got:
     steady = [world.adapter(seed=44), world.adapter(seed=45, targets=("q_proj", "v_proj", "down_proj"), alpha=16)]
     passing = [world.adapter(seed=46, r=2), world.adapter(seed=47, r=8)]
     engine, answers, prompts = (
-        start_engine(world.base(), slots=2, max_slot_wait_s=0.0),
+        start_engine(world.base(), slots=2, max_slot_wait_s=max_slot_wait_s),
         Answers(),
         dict[str, list[int]](),
     )
@@ -236,7 +243,8 @@ def slots_in_use(world: World) -> Got:
         moved |= in_use and [engine.manager.slot_of(ref) for ref in refs] != slots
     finish(engine, answers)
     parts = [check(world, folders[key], prompts[key], answer.tokens, f"{key}: ") for key, answer in answers.items()]
-    stayed = Got(f"slots in use moved: {moved}, {len(answers)} answers", not moved and len(answers) == 18)
+    may_move = max_slot_wait_s == 0
+    stayed = Got(f"slots in use moved: {moved}, {len(answers)} answers", moved <= may_move and len(answers) == 18)
     return all_of(stayed, *parts)
 
 
@@ -325,8 +333,9 @@ BASES = {"tied": "llama", "untied": "untied", "with biases": "biased", "8 heads,
 @case("vllm#14392", "LoRA enabled with full slots, only base requests", "bit-identical to LoRA off", BASES)
 def base_only(world: World, family: str) -> Got:
     prompts = [PROMPTS[size] for size in (1, 7, 33, 70)]
-    off = base_logits(start_engine(world.base(family), slots=0), prompts)
-    engine = start_engine(world.base(family), slots=2)
+    # The prompts come again: blocks found in the prefix cache would make their steps shorter ones.
+    off = base_logits(start_engine(world.base(family), slots=0, enable_prefix_caching=False), prompts)
+    engine = start_engine(world.base(family), slots=2, enable_prefix_caching=False)
     never = base_logits(engine, prompts)
     with loaded(world, engine, world.adapter(family, seed=44), world.adapter(family, seed=46, r=2)) as names:
         for name in names:
@@ -350,9 +359,11 @@ def base_rows_bits(world: World) -> Got:
             finish(engine)
         return found[0]
 
-    engine = world.engine()
-    off = run(start_engine(world.base(), slots=0), None)
+    off = run(start_engine(world.base(), slots=0, enable_prefix_caching=False), None)
+    engine = start_engine(world.base(), slots=2, enable_prefix_caching=False)
     with loaded(world, engine, world.adapter(seed=44)) as (name,):
+        # In a slot: all six are then in the first step.
+        alone(engine, name, PROMPTS[7])
         on = run(engine, name)
     base, adapted = torch.equal(off[3:], on[3:]), not torch.equal(off[:3], on[:3])
     return Got(f"base rows equal: {base}; adapter rows differ: {adapted}", base and adapted)

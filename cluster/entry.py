@@ -28,6 +28,10 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What this generation is, on every replica; None until the first one has told."""
     pinned: bool = False
     """Kept in a slot of every replica."""
+    min_copies: int = 1
+    """Least replicas that should have it in a slot."""
+    slot_bytes: int = 0
+    """What it takes in a slot; 0 while not known."""
 
     @classmethod
     def restored(cls, row: AdapterRow) -> "AdapterEntry":

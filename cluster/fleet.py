@@ -77,6 +77,26 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Slots taken by any generation, also by those being drained."""
     sequence: int = -1
     """Of the residency report this came from; -1 before the first, which a replica makes when it can be asked."""
+    loading: frozenset[str] = frozenset()
+    """Names on their way into a slot, by the replica's own word or by the router actor's asking."""
+    load_ms_per_mib: dict[str, float] = {}
+    """Measured: milliseconds to bring a MiB of adapter into a slot, by where it is ("host", "disk" or "remote")."""
+    service_ms: float | None = None
+    """Measured: what a request in flight makes another one wait; None while not known."""
+    stalled: frozenset[str] = frozenset()
+    """Names whose oldest request there makes no progress: no more are sent to it until one does."""
+    is_stalled: bool = False
+    """Whether no request there makes progress: none are sent to it while another replica is there."""
+
+
+class Alias(msgspec.Struct, frozen=True, kw_only=True):
+    """A name that stands for weighted adapters, as for a canary."""
+
+    name: str
+    targets: dict[str, float]
+    """Adapter name -> its share of the alias's requests; the shares sum to 1."""
+    epoch: int
+    """Epoch of its last change."""
 
 
 class FleetTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,3 +110,6 @@ class FleetTable(msgspec.Struct, frozen=True, kw_only=True):
     """Replica id -> what it holds, for replicas whose lease is current."""
     router_id: str = ""
     """Changes when the router restarts; versions of different routers do not compare."""
+    copies: dict[str, tuple[str, ...]] = {}
+    """Name -> ids of the replicas it should have a slot on, best first, for adapters that should have more than one."""
+    aliases: dict[str, Alias] = {}

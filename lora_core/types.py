@@ -33,6 +33,9 @@ class LoRAOperation(enum.Enum):
     UNLOAD = "unload"
     PIN = "pin"
     UNPIN = "unpin"
+    WARM = "warm"
+    """Bring an adapter to a slot before requests come for it: to host memory first, then to a slot that is free or
+    whose adapter is needed less. Never takes a slot from running requests, a pin or a protected adapter."""
 
 
 class LoRAStatus(enum.Enum):
@@ -53,7 +56,7 @@ class LoRAStatus(enum.Enum):
 
 
 class LoRARequest(msgspec.Struct, omit_defaults=True):
-    """Load, unload, pin or unpin one adapter."""
+    """Load, unload, pin, unpin or warm one adapter."""
 
     operation: LoRAOperation
     lora_name: str

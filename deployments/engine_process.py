@@ -75,6 +75,7 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Take what has come, step once if there is work (or wait a little if there is none), and tell the outcome."""
+        self._engine.check_ranks()
         for message in self._requests.poll(0 if self._engine.has_work() else self._wait_ms):
             if isinstance(message, GenerateRequest):
                 self._engine.add_request(message)
@@ -132,8 +133,14 @@ def _serve(base: str, engine_config: EngineConfig, lora_config: LoRAConfig, even
 
     from lora_core.engine.engine import LLMEngine
 
+    if engine_config.tensor_parallel_size > 1:
+        # Read by NCCL when it starts, here and in the other ranks, which are on this machine.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if engine_config.num_threads is not None:
         torch.set_num_threads(engine_config.num_threads)
+    elif engine_config.tensor_parallel_size > 1:
+        # The ranks of a model on the CPU share its cores; each has as many threads as this one.
+        torch.set_num_threads(max(1, torch.get_num_threads() // engine_config.tensor_parallel_size))
     start = time.monotonic()
     engine = LLMEngine(engine_config, lora_config)
     loaded = time.monotonic()

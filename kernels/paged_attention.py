@@ -115,17 +115,15 @@ def _triton_paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    from kernels.paged_attention_launch import combine_launch, decode_launch, prefill_launch
+    from kernels.paged_attention_launch import decode_launches, prefill_launch
 
     out = _fake_paged_attention(queries, cache, decodes, tiles, block_tables, scale, window, softcap)
     prefill = prefill_launch(queries, cache, out, tiles, block_tables, scale=scale, window=window, softcap=softcap)
     prefill.run()
-    partials, logsums, decode = decode_launch(
+    for launch in decode_launches(
         queries, cache, out, decodes, block_tables, scale=scale, window=window, softcap=softcap
-    )
-    decode.run()
-    if partials.numel():
-        combine_launch(partials, logsums, cache, out, decodes, block_tables, window).run()
+    ):
+        launch.run()
     return out
 
 

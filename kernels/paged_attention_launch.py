@@ -107,6 +107,26 @@ def combine_launch(
     )
 
 
+def decode_launches(
+    queries: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    decodes: Tensor,
+    block_tables: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> list[Launch]:
+    """Describe, in order, the launches that attend the rows of `decodes`: see `decode_launch`."""
+    partials, logsums, decode = decode_launch(
+        queries, cache, out, decodes, block_tables, scale=scale, window=window, softcap=softcap
+    )
+    if not partials.numel():
+        return [decode]
+    return [decode, combine_launch(partials, logsums, cache, out, decodes, block_tables, window)]
+
+
 def prefill_launch(
     queries: Tensor,
     cache: Tensor,

@@ -223,15 +223,13 @@ def _triton_sgmv(
     max_groups: int,
     slices: Sequence[int],
 ) -> None:
-    from kernels.sgmv_launch import expand_launch, pair_launch, shrink_launch
+    from kernels.sgmv_launch import sgmv_launches
 
-    if counters is not None:
-        pair_launch(x, a_stack, b_stack, y, tiles, counters, block_m, max_groups, slices).run()
-        return
     dependent = launches_dependently(x.device, x.shape[0], max_groups)
-    planes, launch = shrink_launch(x, a_stack, tiles, block_m, max_groups, len(slices), dependent=dependent)
-    launch.run()
-    expand_launch(planes, b_stack, y, tiles, block_m, max_groups, slices, dependent=dependent).run()
+    for launch in sgmv_launches(
+        x, a_stack, b_stack, y, tiles, counters, block_m, max_groups, slices, dependent=dependent
+    ):
+        launch.run()
 
 
 def _triton_shrink(

@@ -236,6 +236,54 @@ def _pair(
     )
 
 
+def sgmv_launches(
+    x: Tensor,
+    a_stack: Tensor,
+    b_stack: Tensor,
+    y: Tensor,
+    tiles: Tensor,
+    counters: Tensor | None,
+    block_m: int,
+    max_groups: int,
+    slices: Sequence[int],
+    *,
+    dependent: bool,
+) -> list[Launch]:
+    """Describe, in order, the launches that are `kernels.sgmv.sgmv`.
+
+    `dependent`: whether the second of two may start before the first has ended.
+    """
+    if counters is not None:
+        return [pair_launch(x, a_stack, b_stack, y, tiles, counters, block_m, max_groups, slices)]
+    planes, shrink = shrink_launch(x, a_stack, tiles, block_m, max_groups, len(slices), dependent=dependent)
+    return [shrink, expand_launch(planes, b_stack, y, tiles, block_m, max_groups, slices, dependent=dependent)]
+
+
+def gated_launches(
+    x: Tensor,
+    a_stack: Tensor,
+    b_stack: Tensor,
+    y: Tensor,
+    tiles: Tensor,
+    counters: Tensor | None,
+    block_m: int,
+    max_groups: int,
+    activation: str,
+    *,
+    dependent: bool,
+) -> tuple[Tensor, list[Launch]]:
+    """Allocate the gated activation, and describe, in order, the launches that are `kernels.swiglu.sgmv_swiglu`.
+
+    `dependent` is as for `sgmv_launches`.
+    """
+    if counters is not None:
+        act, pair = swiglu_pair_launch(x, a_stack, b_stack, y, tiles, counters, block_m, max_groups, activation)
+        return act, [pair]
+    planes, shrink = shrink_launch(x, a_stack, tiles, block_m, max_groups, 2, dependent=dependent)
+    act, gate = swiglu_launch(planes, b_stack, y, tiles, block_m, max_groups, activation, dependent=dependent)
+    return act, [shrink, gate]
+
+
 def gather_launch(ids: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int) -> tuple[Tensor, Launch]:
     """Allocate the one plane and describe the launch that gathers A's rows into it.
 

@@ -81,16 +81,14 @@ def _triton_swiglu(
     max_groups: int,
     activation: str,
 ) -> Tensor:
-    from kernels.sgmv_launch import shrink_launch, swiglu_launch, swiglu_pair_launch
+    from kernels.sgmv_launch import gated_launches
 
-    if counters is not None:
-        act, launch = swiglu_pair_launch(x, a_stack, b_stack, y, tiles, counters, block_m, max_groups, activation)
-    else:
-        dependent = launches_dependently(x.device, x.shape[0], max_groups)
-        planes, shrink = shrink_launch(x, a_stack, tiles, block_m, max_groups, 2, dependent=dependent)
-        shrink.run()
-        act, launch = swiglu_launch(planes, b_stack, y, tiles, block_m, max_groups, activation, dependent=dependent)
-    launch.run()
+    dependent = launches_dependently(x.device, x.shape[0], max_groups)
+    act, launches = gated_launches(
+        x, a_stack, b_stack, y, tiles, counters, block_m, max_groups, activation, dependent=dependent
+    )
+    for launch in launches:
+        launch.run()
     return act
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lora_core.canary import canary_ids, canary_values
 from lora_core.layers import LoRALayer, lora_layers
 from lora_core.module_weights import BaseWeight
 
-_NUM_CANARY_TOKENS = 64
 _UNPACKED_BYTES = 2**28
 """Memory for unpacked weights at a time; one that is larger has it to itself."""
 
@@ -86,11 +86,7 @@ class ModelBaseModules:
 
     def _input(self, layer: LoRALayer) -> Tensor:
         width = layer.site.in_features
-        if layer.site.kind == "embedding":
-            return torch.linspace(0, width - 1, min(width, _NUM_CANARY_TOKENS)).long()
-        x = torch.randn(width, generator=torch.Generator().manual_seed(width))
-        # What the base computes with, so that the adapter's product is taken of the same values.
-        return x.div_(x.square().mean().sqrt()).to(self._dtype).float()
+        return canary_ids(width) if layer.site.kind == "embedding" else canary_values(width, self._dtype)
 
     def _run(self, layer: LoRALayer, x: Tensor) -> Tensor:
         with torch.inference_mode(), torch.cuda.stream(self._stream):

@@ -6,6 +6,19 @@ from torch import Tensor
 from lora_core.module_weights import BaseModules, ModuleWeights
 
 _BLOCK_OUTPUTS = 512
+_NUM_CANARY_TOKENS = 64
+
+
+def canary_values(width: int, dtype: torch.dtype) -> Tensor:
+    """The fixed input of a linear layer: fp32 `[width]` of unit mean square, rounded to the base's data type."""
+    x = torch.randn(width, generator=torch.Generator().manual_seed(width))
+    # What the base computes with, so that the adapter's product is taken of the same values.
+    return x.div_(x.square().mean().sqrt()).to(dtype).float()
+
+
+def canary_ids(num_tokens: int) -> Tensor:
+    """The fixed input of an embedding: int64 ids, spread over the `num_tokens` that it knows."""
+    return torch.linspace(0, num_tokens - 1, min(num_tokens, _NUM_CANARY_TOKENS)).long()
 
 
 def is_noop(module: str, weights: ModuleWeights, base: BaseModules | None, *, is_embedding: bool) -> bool:

@@ -74,13 +74,43 @@ class EngineSettings(Settings):
         default="auto", description="Data type of weights and activations; auto is the checkpoint's."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto is cuda where there is one.")
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description=(
+            "Devices that share the model, each with a process of its own: GPUs of one machine, or its CPU. It divides "
+            "the model's heads; docs/tensor_parallel.md says what else it takes."
+        ),
+    )
+    rank_timeout_s: float = Field(
+        default=30,
+        gt=0,
+        description="With tensor_parallel_size: the engine ends when one of its processes takes no part for longer.",
+    )
     max_model_len: int | None = Field(
         default=None, ge=2, description="Longest prompt plus answer in tokens; unset is the model's own limit."
     )
     max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences in one step.")
     max_num_batched_tokens: int = Field(default=512, ge=1, description="Most tokens, prompts and answers, in a step.")
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in one KV-cache block.")
-    kv_cache_tokens: int = Field(default=16384, ge=1, description="Tokens the KV cache holds.")
+    kv_cache_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Tokens the KV cache holds. Unset: 16384 on a CPU, and on a GPU as many as gpu_memory_utilization leaves "
+            "room for."
+        ),
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description=(
+            "On a GPU: the share of its memory that is free at start which the engine may take. What weights, adapter "
+            "slots, graphs and a step's activations leave of it is the KV cache's, with kv_cache_tokens unset."
+        ),
+    )
     strip_tokens: int | None = Field(
         default=None,
         ge=0,
@@ -104,7 +134,33 @@ class EngineSettings(Settings):
     max_loras_per_step: int | None = Field(
         default=None, ge=1, description="Most adapters in one step; more take turns. Unset: as many as have slots."
     )
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: torch's choice.")
+    cuda_graphs: Literal["none", "common", "all"] = Field(
+        default="common",
+        description=(
+            "On a GPU with Triton: the steps that replay captured graphs, of those in which every row decodes. common: "
+            "steps without adapters, or whose adapters change linear layers by LoRA alone. all: also steps with DoRA "
+            "adapters or adapters of the embedding, for half as many graphs more."
+        ),
+    )
+    max_graph_seqs: int = Field(
+        default=256,
+        ge=1,
+        le=4096,
+        description="Most sequences of a step that replays a graph; larger steps do without.",
+    )
+    async_scheduling: bool | None = Field(
+        default=None,
+        description=(
+            "Prepare the next step while the device computes the last one, whose tokens it keeps. Unset: on a GPU."
+        ),
+    )
+    torch_compile: bool = Field(
+        default=False,
+        description="On a GPU: let torch.compile fuse the norms, rotations and gates; the first start takes longer.",
+    )
+    num_threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of the engine, or of each of its ranks; unset: torch's choice."
+    )
     quantization: Quantization = Field(
         default="none",
         description=(
@@ -116,6 +172,15 @@ class EngineSettings(Settings):
     pack_weights: bool = Field(
         default=True, description="On CPU, reorder the linear weights that are not quantised for oneDNN at start."
     )
+
+    @model_validator(mode="after")
+    def _quantized_is_whole(self) -> "EngineSettings":
+        if self.tensor_parallel_size > 1 and self.quantization != "none":
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and quantization {self.quantization!r}, and "
+                "quantised weights are not divided; set quantization: none, or tensor_parallel_size: 1"
+            )
+        return self
 
 
 class EngineConfig(EngineSettings):

@@ -1,16 +1,19 @@
 """What a wrapped model takes beside its own inputs: the step's routing and the slot tensors, in one fixed order."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kernels import Routing
+from kernels import Routing, build_routing
 from lora_core.layers import lora_layers
 from lora_core.module_weights import AdapterTensors
+from lora_core.parallel.slot_split import JointWrite, SlotSplit
+from lora_core.routing import routing_triple
 from lora_core.slot_write import SlotWrite
 from lora_core.stacks import SlotStacks, TensorSpec
 
@@ -30,7 +33,17 @@ class LoRAInputs:
         specs: What each tensor must be, in order.
     """
 
-    def __init__(self, stacks: SlotStacks, max_groups: int, device: torch.device) -> None:
+    def __init__(
+        self, stacks: SlotStacks, max_groups: int, device: torch.device, split: SlotSplit | None = None
+    ) -> None:
+        """Declare.
+
+        Args:
+            stacks: The slots of this rank.
+            max_groups: Most runs of equal slot in one batch.
+            device: Where the tensors are.
+            split: Where slots are divided among ranks: what is written here is written on all of them.
+        """
         self.specs: tuple[TensorSpec, ...] = (
             TensorSpec("lora_ids", (max_groups,), torch.int32),
             TensorSpec("lora_grouped_offsets", (max_groups + 1,), torch.int32),
@@ -38,6 +51,8 @@ class LoRAInputs:
             *stacks.specs,
         )
         self._stacks = stacks
+        self._split = split
+        self._max_groups = max_groups
         self._device = device
         self._bound: tuple[Tensor, ...] = ()
         self._zeros: list[Tensor] = []
@@ -66,14 +81,14 @@ class LoRAInputs:
         self._stacks.bind(self._bound[NUM_ROUTING_INPUTS:], are_zero=are_zero)
         self._bind_layers()
         for slot, adapter in residents:
-            self._stacks.write(slot, adapter)
+            self.write(slot, adapter)
 
     def bind_model(self, model: nn.Module) -> None:
         """Bind the LoRA layers of this model, now or as soon as there are tensors."""
         self._model = model
         self._bind_layers()
 
-    def begin_write(self, slot: int, adapter: AdapterTensors) -> SlotWrite:
+    def begin_write(self, slot: int, adapter: AdapterTensors) -> SlotWrite | JointWrite:
         """Start to make the slot hold exactly this adapter; without bound tensors it is done, and `bind` will do it.
 
         The slot is live in no layer until the write is complete. An abandoned write leaves unknown content, which the
@@ -84,11 +99,68 @@ class LoRAInputs:
         """
         if not self._bound:
             return SlotWrite((), 0, lambda: None)
-        return self._stacks.begin_write(slot, adapter)
+        if self._split is None:
+            return self._stacks.begin_write(slot, adapter)
+        return self._split.begin_write(slot, adapter, self._stacks)
 
     def write(self, slot: int, adapter: AdapterTensors) -> None:
         """Begin a write and complete it at once."""
         self.begin_write(slot, adapter).advance(None)
+
+    def mark(self, slot: int, sites: Set[int], gain_sites: Set[int]) -> None:
+        """See `SlotStacks.mark`."""
+        self._stacks.mark(slot, sites, gain_sites)
+
+    def route(
+        self,
+        slots: Sequence[int | None],
+        row_offsets: Sequence[int],
+        slot_ranks: Sequence[int],
+        device: torch.device,
+        *,
+        one_launch: bool,
+        num_rows: int | None = None,
+        into: Tensor | None = None,
+    ) -> Routing:
+        """Route the rows of a sorted batch to slots, through the bound routing tensors if there are some.
+
+        Args:
+            slots: Of each request; None for the base model.
+            row_offsets: First row of each request and, last, the number of rows.
+            slot_ranks: True rank of each slot's adapter.
+            device: Where the step runs.
+            one_launch: See `build_routing`.
+            num_rows: Rows of the step, those included that pad it; unset: those of the requests.
+            into: See `build_routing`.
+
+        Raises:
+            ValueError: the batch is not sorted.
+        """
+        tokens = [stop - start for start, stop in pairwise(row_offsets)]
+        lora_ids, grouped_offsets, _ = routing_triple(list(zip(slots, tokens, strict=True)))
+        routing = build_routing(
+            lora_ids,
+            grouped_offsets,
+            slot_ranks,
+            num_rows=int(row_offsets[-1]) if num_rows is None else num_rows,
+            max_groups=self._max_groups,
+            device=device,
+            one_launch=one_launch,
+            into=into,
+        )
+        return self.bind_routing(routing)
+
+    def full_routing(self, num_rows: int, rank: int, device: torch.device, *, one_launch: bool) -> Routing:
+        """A routing of a step whose rows all use the first slot, of the largest rank; it has a buffer of its own."""
+        return build_routing(
+            [0],
+            [0, num_rows],
+            [rank] * self._stacks.num_slots,
+            num_rows=num_rows,
+            max_groups=self._max_groups,
+            device=device,
+            one_launch=one_launch,
+        )
 
     def bind_routing(self, routing: Routing) -> Routing:
         """Write a step's routing triple into the bound routing tensors, and make them the routing's own."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,13 +15,33 @@ from lora_core.targets import LoRASite
 from lora_core.types import LoRAType
 
 
-class RoutingContext:
-    """The routing of the step in progress, shared by all LoRA layers of a model; None outside a step."""
+class Adapted(Enum):
+    """Which of a model's layers apply adapters, whichever adapters a step has.
 
-    __slots__ = ("routing",)
+    What is launched is then the same for every step, as captured graphs need it: in layers that an adapter does not
+    change its slot is zero. The head is not part of it, it goes by the step's adapters.
+    """
+
+    NOTHING = "nothing"
+    LAYERS = "layers"
+    """Products of the decoder layers."""
+    EVERYTHING = "everything"
+    """These, their gains (DoRA), and the embedding."""
+
+
+class RoutingContext:
+    """The routing of the step in progress, shared by all LoRA layers of a model; None outside a step.
+
+    Attributes:
+        routing: Of the step.
+        adapted: Which layers apply adapters; None: those that an adapter of the step changes.
+    """
+
+    __slots__ = ("adapted", "routing")
 
     def __init__(self) -> None:
         self.routing: Routing | None = None
+        self.adapted: Adapted | None = None
 
 
 class LoRALayer(nn.Module):
@@ -86,17 +107,26 @@ class LoRALayer(nn.Module):
 
     def _live_routing(self) -> Routing | None:
         """The part of the step that uses live slots of this layer; None where no row does."""
-        routing = self.context.routing
+        routing, adapted = self.context.routing, self.context.adapted
         if routing is None or routing.end == 0:
             return None
         assert self.stacks is not None, "bind_inputs comes before the first routed step"
-        return routing.among(self.stacks.live_slots)
+        if adapted is None or self.site.kind == "head":
+            return routing.among(self.stacks.live_slots)
+        is_adapted = adapted is Adapted.EVERYTHING or (adapted is Adapted.LAYERS and self.site.kind == "layer")
+        return routing if is_adapted else None
+
+    def _scaled(self, stacks: SiteStacks, routing: Routing) -> Routing | None:
+        """The part of the step whose adapters scale this layer's output; None where none does."""
+        if self.context.adapted is None or self.site.kind == "head":
+            return routing.among(stacks.gain_slots)
+        return routing if self.context.adapted is Adapted.EVERYTHING else None
 
     def _adapt(self, x: Tensor, y: Tensor, routing: Routing) -> None:
         """Apply the gains to y `[T, OUT]`, then add the adapters' products."""
         stacks = self.stacks
         assert stacks is not None
-        scaled = routing.among(stacks.gain_slots)
+        scaled = self._scaled(stacks, routing)
         if scaled is not None:
             check = self._needs_check("gain", y, scaled)
             scale_rows(y, stacks.gain, getattr(self.base, "bias", None), scaled, check=check)
@@ -141,14 +171,16 @@ class LoRALinear(LoRALayer):
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Map rows `[T, K]` to the gated activation `[T, OUT / 2]` of gate and up, the halves of the layer's output.
 
-        Where a step has a tile table, the adapters' products and the activation are one operation.
+        Where a step has a tile table, the adapters' products and the activation are one operation, unless gate and up
+        are one projection to adapters.
         """
         y = self.base(x)
         routing, stacks = self._live_routing(), self.stacks
         if routing is None or stacks is None:
             return gated(y, activation)
-        has_gain = routing.among(stacks.gain_slots) is not None
-        if routing.tiles is None or has_gain or activation not in GATED_ACTIVATIONS:
+        has_gain = self._scaled(stacks, routing) is not None
+        is_one = len(self.slices) == 2 and activation in GATED_ACTIVATIONS
+        if routing.tiles is None or has_gain or not is_one:
             self._adapt(x, y, routing)
             return gated(y, activation)
         check = self._needs_check("gated", y, routing)
@@ -202,19 +234,36 @@ class LoRAModelWrapper(nn.Module):
             return self.model(*args, **kwargs)
 
     @contextmanager
-    def routed(self, routing: Routing | None) -> Iterator[None]:
+    def routed(self, routing: Routing | None, adapted: Adapted | None = None) -> Iterator[None]:
         """Put a routing in force for calls other than `forward`, such as the head's on some of the step's rows.
+
+        Args:
+            routing: Of the rows that are computed.
+            adapted: Which layers apply adapters; None: those that an adapter of the step changes.
 
         Raises:
             ValueError: the routing is for another device, another number of slots, or a larger rank.
         """
         if routing is not None:
             self._check(routing)
-        self.context.routing = routing
+        self.context.routing, self.context.adapted = routing, adapted
         try:
             yield
         finally:
-            self.context.routing = None
+            self.context.routing = self.context.adapted = None
+
+    def needs(self, slots: frozenset[int]) -> Adapted:
+        """The least of `Adapted` that is right for a step whose adapters are in these slots, the head left out."""
+        if not slots:
+            return Adapted.NOTHING
+        for layer in self._layers:
+            stacks = layer.stacks
+            if stacks is None or layer.site.kind == "head":
+                continue
+            is_embedding = layer.site.kind == "embedding"
+            if not slots.isdisjoint(stacks.gain_slots) or (is_embedding and not slots.isdisjoint(stacks.live_slots)):
+                return Adapted.EVERYTHING
+        return Adapted.LAYERS
 
     def _check(self, routing: Routing) -> None:
         """Compare a step's routing with the slot tensors: once, for they are alike in all layers."""

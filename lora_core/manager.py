@@ -1,13 +1,12 @@
 """The adapters of one engine: loaded, given slots, written into the model's layers, and routed to."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from kernels import Routing, build_routing
+from kernels import Routing
 from lora_core.adapter_reader import AdapterReader
 from lora_core.adapter_record import AdapterRecord
 from lora_core.adapters import AdapterTable
@@ -19,12 +18,13 @@ from lora_core.layers import LoRAModelWrapper, RoutingContext
 from lora_core.loader import AdapterLoader, LoadRequest
 from lora_core.model import LoRAModel
 from lora_core.operator_pins import PinRefused
+from lora_core.parallel.slot_split import SlotSplit
 from lora_core.readiness import Readiness
-from lora_core.routing import RoutedRequest, routing_triple
+from lora_core.routing import RoutedRequest
 from lora_core.stacks import SlotStacks, TensorSpec
 from lora_core.staging import Staging
 from lora_core.store import AdapterStore
-from lora_core.targets import LoRATargetModule, lora_sites, stack_weights
+from lora_core.targets import LoRASite, LoRATargetModule, lora_sites, stack_weights
 from lora_core.types import AdapterRef, AdapterStatus, LoRAResponse, LoRAStatus
 from lora_core.wrapping import wrap_targets
 
@@ -62,6 +62,7 @@ class LoRAManagerV3:
         num_layers: int,
         device: torch.device | str = "cpu",
         max_groups: int | None = None,
+        split: SlotSplit | None = None,
     ) -> None:
         """Set up empty slots; `config.lora_paths` are left to the caller, who decides what a failure means.
 
@@ -78,6 +79,8 @@ class LoRAManagerV3:
             num_layers: Decoder layers of the base model.
             device: Where the model is, and its slot tensors.
             max_groups: Most runs of equal slot in one batch; unset: the number of slots, enough for sorted batches.
+            split: How slots are divided among the ranks of a model on several devices; heads and projections given are
+                then those of the whole model, and the model that is wrapped has a share of them.
 
         Raises:
             ConfigError: the targets disagree with the projections.
@@ -93,14 +96,16 @@ class LoRAManagerV3:
         self.device = torch.device(device)
         self.num_slots = config.max_num_loras if config.enable_lora else 0
         self.max_groups = self.num_slots if max_groups is None else max_groups
-        self._sites = lora_sites(self.targets, projections, num_layers) if config.enable_lora else ()
+        sites = lora_sites(self.targets, projections, num_layers) if config.enable_lora else ()
+        self._split = split
+        self._sites = sites if split is None else split.sites
         self._reader = AdapterReader(
             base_dtype=self.base_dtype,
             max_lora_rank=config.max_lora_rank,
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            sites=self._sites,
+            sites=sites,
             num_layers=num_layers,
             pin_memory=self.device.type == "cuda",
         )
@@ -111,7 +116,9 @@ class LoRAManagerV3:
         # On CPU the kernels take fp32 stacks whatever the base's data type.
         stack_dtype = torch.float32 if self.device.type == "cpu" else self.base_dtype
         stacks = SlotStacks(self._sites, self.num_slots, config.max_lora_rank, stack_dtype)
-        self._inputs = LoRAInputs(stacks, self.max_groups, self.device)
+        if split is not None:
+            split.open(self.num_slots, config.max_lora_rank, stack_dtype)
+        self._inputs = LoRAInputs(stacks, self.max_groups, self.device, split)
         self._staging = Staging(
             self._table, self._reader.read, self._inputs.begin_write, read_timeout_s=config.read_timeout_s
         )
@@ -220,6 +227,11 @@ class LoRAManagerV3:
         """Whether the adapter that requests for `name` would get has a slot."""
         found = self._table.find(name)
         return found is not None and self._table.slot_of(found[0]) is not None
+
+    @property
+    def sites(self) -> tuple[LoRASite, ...]:
+        """Where adapters can change the model, or this rank's share of it; none with LoRA off."""
+        return self._sites
 
     @property
     def version(self) -> int:
@@ -390,20 +402,72 @@ class LoRAManagerV3:
             KeyError: the adapter of a request has no slot; it is named.
             ValueError: the offsets do not fit the batch, the batch is not sorted, or it has too many rows.
         """
-        num_rows = self._check_offsets(batch, row_offsets)
-        slots = self._table.use_slots(request.adapter for request in batch)
-        tokens = [stop - start for start, stop in pairwise(row_offsets)]
-        lora_ids, grouped_offsets, _ = routing_triple(list(zip(slots, tokens, strict=True)))
-        routing = build_routing(
-            lora_ids,
-            grouped_offsets,
-            self._slot_ranks(),
-            num_rows=num_rows,
-            max_groups=self.max_groups,
-            device=torch.device(device),
+        if len(row_offsets) != len(batch) + 1 or row_offsets[0] != 0:
+            raise ValueError(
+                f"row_offsets has {len(row_offsets)} entries for {len(batch)} requests; "
+                f"expected {len(batch) + 1}, the first of them 0"
+            )
+        return self.route(self.use_slots(batch), row_offsets, self.slot_ranks(), device)
+
+    def use_slots(self, batch: Sequence[RoutedRequest]) -> list[int | None]:
+        """Slot of each request's adapter, None for the base model, refreshing their recency.
+
+        Raises:
+            KeyError: the adapter of a request has no slot; it is named.
+        """
+        return self._table.use_slots(request.adapter for request in batch)
+
+    def slot_ranks(self) -> list[int]:
+        """True rank of each slot's adapter; 0 for an empty slot."""
+        ranks = [0] * self.num_slots
+        for slot, (_, record) in self._table.residents().items():
+            ranks[slot] = record.rank
+        return ranks
+
+    def route(
+        self,
+        slots: Sequence[int | None],
+        row_offsets: Sequence[int],
+        slot_ranks: Sequence[int],
+        device: torch.device | str,
+        *,
+        num_rows: int | None = None,
+        into: Tensor | None = None,
+    ) -> Routing:
+        """Route a batch by the slots of its requests, whoever has found them; see `get_lora_graph_inputs`.
+
+        Args:
+            slots: What `use_slots` gives for the batch.
+            row_offsets: First row of each request and, last, the number of rows.
+            slot_ranks: What `slot_ranks` gives.
+            device: Where the step runs.
+            num_rows: Rows of the step, those included that pad it; unset: those of the requests.
+            into: The buffer of an earlier routing of as many rows, which is overwritten; see `build_routing`.
+
+        Raises:
+            ValueError: the batch is not sorted, or it has too many rows.
+        """
+        if row_offsets[-1] > self.max_lora_seq_len:
+            raise ValueError(f"the batch has {row_offsets[-1]} token rows, max_lora_seq_len is {self.max_lora_seq_len}")
+        return self._inputs.route(
+            slots,
+            row_offsets,
+            slot_ranks,
+            torch.device(device),
             one_launch=self.config.one_launch,
+            num_rows=num_rows,
+            into=into,
         )
-        return self._inputs.bind_routing(routing)
+
+    def full_routing(self, num_rows: int, device: torch.device | str) -> Routing:
+        """A routing of which every row uses a slot, with a buffer of its own: what graphs are captured with."""
+        return self._inputs.full_routing(
+            num_rows, self.config.max_lora_rank, torch.device(device), one_launch=self.config.one_launch
+        )
+
+    def mark_slot(self, slot: int, sites: Set[int], gain_sites: Set[int]) -> None:
+        """Take note that another rank has written this one's slot tensors; see `SlotStacks.mark`."""
+        self._inputs.mark(slot, sites, gain_sites)
 
     def wrap(self, model: nn.Module) -> LoRAModelWrapper:
         """Replace the targets of every decoder layer by LoRA layers, in place; parameter names stay as they are.
@@ -414,7 +478,7 @@ class LoRAManagerV3:
         context = RoutingContext()
         wrap_targets(model, self._sites, context)
         self._inputs.bind_model(model)
-        self._reader.base = ModelBaseModules(model)
+        self._reader.base = ModelBaseModules(model) if self._split is None else self._split.base
         return LoRAModelWrapper(model, context)
 
     def lora_weight_adapter(
@@ -462,20 +526,3 @@ class LoRAManagerV3:
         Called by the thread that runs the model.
         """
         self._staging.check()
-
-    def _check_offsets(self, batch: Sequence[RoutedRequest], row_offsets: Sequence[int]) -> int:
-        if len(row_offsets) != len(batch) + 1 or row_offsets[0] != 0:
-            raise ValueError(
-                f"row_offsets has {len(row_offsets)} entries for {len(batch)} requests; "
-                f"expected {len(batch) + 1}, the first of them 0"
-            )
-        num_rows = int(row_offsets[-1])
-        if num_rows > self.max_lora_seq_len:
-            raise ValueError(f"the batch has {num_rows} token rows, max_lora_seq_len is {self.max_lora_seq_len}")
-        return num_rows
-
-    def _slot_ranks(self) -> list[int]:
-        ranks = [0] * self.num_slots
-        for slot, (_, record) in self._table.residents().items():
-            ranks[slot] = record.rank
-        return ranks

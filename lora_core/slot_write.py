@@ -1,7 +1,7 @@
 """The copy of one adapter into one slot, in pieces that fit between two steps."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -13,25 +13,31 @@ _CHUNK_BYTES = 1 << 20
 Move: TypeAlias = tuple[Tensor, Tensor | None]
 """A part of a slot, and what it becomes: a tensor of the same shape, or zeros where there is none."""
 
+Mover: TypeAlias = Callable[[Sequence[Move]], None]
+"""Makes moves, in order."""
+
+
+def make_moves(moves: Sequence[Move]) -> None:
+    """Copy and zero, in this process."""
+    destinations = [destination for destination, source in moves if source is not None]
+    zeroed = [destination for destination, source in moves if source is None]
+    # One call for all: it leaves the interpreter's lock to other threads as long as it copies.
+    if destinations:
+        sources = [source for _, source in moves if source is not None]
+        torch._foreach_copy_(destinations, sources, non_blocking=True)
+    if zeroed:
+        torch._foreach_zero_(zeroed)
+
 
 class _Chunk(NamedTuple):
     """Moves that are made together."""
 
-    destinations: list[Tensor]
-    sources: list[Tensor]
-    zeroed: list[Tensor]
+    moves: list[Move]
     num_bytes: int
-
-    def run(self) -> None:
-        # One call for all: it leaves the interpreter's lock to other threads as long as it copies.
-        if self.sources:
-            torch._foreach_copy_(self.destinations, self.sources, non_blocking=True)
-        if self.zeroed:
-            torch._foreach_zero_(self.zeroed)
 
     def wait(self) -> None:
         """Until a device has made the moves: queued ones take no time here, and all of it in the next step."""
-        device = (self.destinations or self.zeroed)[0].device
+        device = self.moves[0][0].device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
@@ -43,16 +49,20 @@ class SlotWrite:
         num_bytes_left: What is not written yet, in bytes of the slot.
     """
 
-    def __init__(self, moves: Iterable[Move], num_bytes: int, finish: Callable[[], None]) -> None:
+    def __init__(
+        self, moves: Iterable[Move], num_bytes: int, finish: Callable[[], None], mover: Mover = make_moves
+    ) -> None:
         """Write nothing yet.
 
         Args:
             moves: What to write; looked at as far as it is needed.
             num_bytes: How much that is.
             finish: Called once, when all of it is written.
+            mover: What makes the moves.
         """
         self.num_bytes_left = num_bytes
         self._chunks = _chunks(moves)
+        self._mover = mover
         self._finish: Callable[[], None] | None = finish
         self._is_abandoned = False
 
@@ -82,7 +92,7 @@ class SlotWrite:
         spent_s = 0.0
         while self.num_bytes_left:
             chunk = next(self._chunks)
-            chunk.run()
+            self._mover(chunk.moves)
             self.num_bytes_left -= chunk.num_bytes
             if budget_s is not None:
                 chunk.wait()
@@ -99,23 +109,17 @@ class SlotWrite:
 
 def _chunks(moves: Iterable[Move]) -> Iterator[_Chunk]:
     """Moves in runs of about `_CHUNK_BYTES`, larger ones cut."""
-    destinations: list[Tensor] = []
-    sources: list[Tensor] = []
-    zeroed: list[Tensor] = []
+    together: list[Move] = []
     num_bytes = 0
     for move in moves:
-        for destination, source in (move,) if move[0].nbytes <= _CHUNK_BYTES else _cut(*move):
-            if source is None:
-                zeroed.append(destination)
-            else:
-                destinations.append(destination)
-                sources.append(source)
-            num_bytes += destination.nbytes
+        for part in (move,) if move[0].nbytes <= _CHUNK_BYTES else _cut(*move):
+            together.append(part)
+            num_bytes += part[0].nbytes
             if num_bytes >= _CHUNK_BYTES:
-                yield _Chunk(destinations, sources, zeroed, num_bytes)
-                destinations, sources, zeroed, num_bytes = [], [], [], 0
+                yield _Chunk(together, num_bytes)
+                together, num_bytes = [], 0
     if num_bytes:
-        yield _Chunk(destinations, sources, zeroed, num_bytes)
+        yield _Chunk(together, num_bytes)
 
 
 def _cut(destination: Tensor, source: Tensor | None) -> Iterable[Move]:

@@ -1,6 +1,6 @@
 """The slot tensors: for every adapted layer, a stack of A matrices, one of B matrices and one of gains, a slot each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lora_core.module_weights import AdapterTensors, ModuleWeights
-from lora_core.slot_write import Move, SlotWrite
+from lora_core.slot_write import Move, Mover, SlotWrite, make_moves
 from lora_core.targets import LoRASite
 from lora_core.types import LoRAType
 
@@ -120,7 +120,24 @@ class SlotStacks:
     Ranks of a slot past its adapter's are zero.
     """
 
-    def __init__(self, sites: Sequence[LoRASite], num_slots: int, rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        sites: Sequence[LoRASite],
+        num_slots: int,
+        rank: int,
+        dtype: torch.dtype,
+        *,
+        mover: Mover = make_moves,
+    ) -> None:
+        """Bind nothing yet.
+
+        Args:
+            sites: Where the slots are.
+            num_slots: N.
+            rank: R.
+            dtype: Of A and B.
+            mover: What writes to the bound tensors.
+        """
         self.specs = [spec for site in sites for spec in _site_specs(site, num_slots, rank, dtype)]
         self.bound: list[SiteStacks] = []
         """Of each site; empty before `bind`."""
@@ -130,7 +147,8 @@ class SlotStacks:
             for site in sites
             for name, width in zip(site.modules, site.slices, strict=True)
         ]
-        self._num_slots = num_slots
+        self._mover = mover
+        self.num_slots = num_slots
         self._rank = rank
         self._itemsize = dtype.itemsize
         self._places: dict[int, list[_Place]] = {}
@@ -148,7 +166,7 @@ class SlotStacks:
         triples = zip(*(tensors[kind::STACKS_PER_SITE] for kind in range(STACKS_PER_SITE)), strict=True)
         self.bound = [SiteStacks(a, b, gain) for a, b, gain in triples]
         self._places.clear()
-        self._filled = dict.fromkeys(range(self._num_slots), [_ZERO] * len(self._modules)) if are_zero else {}
+        self._filled = dict.fromkeys(range(self.num_slots), [_ZERO] * len(self._modules)) if are_zero else {}
 
     def begin_write(self, slot: int, adapter: AdapterTensors) -> SlotWrite:
         """Start to make the slot hold exactly this adapter, zeros wherever it has no module.
@@ -172,13 +190,22 @@ class SlotStacks:
             self._filled[slot] = after
             self._set_live(slot, after)
 
-        write = SlotWrite(self._moves(slot, weights, before, after), self._num_bytes(before, after), finish)
+        moves, num_bytes = self._moves(slot, weights, before, after), self._num_bytes(before, after)
+        write = SlotWrite(moves, num_bytes, finish, self._mover)
         self._writes[slot] = write
         return write
 
     def write(self, slot: int, adapter: AdapterTensors) -> None:
         """Begin a write and complete it at once. After an exception the next write of the slot covers all of it."""
         self.begin_write(slot, adapter).advance(None)
+
+    def mark(self, slot: int, sites: Set[int], gain_sites: Set[int]) -> None:
+        """Say which sites the slot's adapter changes, and where it scales the output; by index, no others."""
+        for site, stacks in enumerate(self.bound):
+            if (site in sites) != (slot in stacks.live_slots):
+                stacks.live_slots ^= {slot}
+            if (site in gain_sites) != (slot in stacks.gain_slots):
+                stacks.gain_slots ^= {slot}
 
     def _abandon(self, slot: int) -> None:
         if (write := self._writes.pop(slot, None)) is not None:
@@ -230,12 +257,7 @@ class SlotStacks:
         """Say at every site whether the slot's adapter is there; nothing filled: it is nowhere."""
         parts = list(zip(self._modules, filled, strict=False))
         live = {module.site for module, part in parts if part != _ZERO}
-        with_gain = {module.site for module, part in parts if part.has_gain}
-        for site, stacks in enumerate(self.bound):
-            if (site in live) != (slot in stacks.live_slots):
-                stacks.live_slots ^= {slot}
-            if (site in with_gain) != (slot in stacks.gain_slots):
-                stacks.gain_slots ^= {slot}
+        self.mark(slot, live, {module.site for module, part in parts if part.has_gain})
 
 
 def _site_places(site: LoRASite, stacks: SiteStacks, slot: int, rank: int) -> list[_Place]:

@@ -9,10 +9,9 @@ was given decides, and `attend` follows.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from kernels.paged_attention import layout_fault
 from kernels.support import triton_fault, warn_of_fallback
 from lora_core.engine.gathered_attention import AttentionReads, StepSequences, attend_gathered, build_reads
 from lora_core.engine.kv_cache import Ints, KVLayout, StripFill
+from lora_core.engine.step_buffers import to_device
 from lora_core.engine.strips import Strips, StripStep
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def build_attention(
     sequence = np.repeat(np.arange(len(spans)), q_lens)
     positions = token_positions(q_lens, kv_lens)
     blocks, offsets = tables[sequence, positions // layout.block_size], positions % layout.block_size
-    write_rows = _to_device(layout.token_rows(blocks, offsets).reshape(-1), device)
+    write_rows = to_device(layout.token_rows(blocks, offsets).reshape(-1), device)
     if paged is not None:
         return AttentionMetadata(write_rows, None, {}, _schedule(spans, q_lens, kv_lens, paged, device))
 
@@ -141,7 +141,7 @@ def build_attention(
     reads = {window: build_reads(step, window) for window in set(narrowed.values())}
     return AttentionMetadata(
         write_rows=write_rows,
-        fresh_blocks=_to_device(fresh, device) if fresh.size else None,
+        fresh_blocks=to_device(fresh, device) if fresh.size else None,
         reads={window: reads[narrow] for window, narrow in narrowed.items()},
         strip_fill=None if placed is None else _strip_fill(placed, layout, device),
         strip_writes=None if placed is None else _strip_writes(placed, step),
@@ -228,10 +228,10 @@ def _strip_fill(step: StripStep, layout: KVLayout, device: torch.device) -> Stri
         if not places:
             return None
         strips, slots = np.array(places).T
-        return _to_device(layout.strip_page_rows(strips, slots).reshape(-1), device)
+        return to_device(layout.strip_page_rows(strips, slots).reshape(-1), device)
 
     sources = layout.page_rows(np.array(step.sources)).reshape(-1) if step.sources else None
-    return StripFill(None if sources is None else _to_device(sources, device), rows(step.targets), rows(step.cleared))
+    return StripFill(None if sources is None else to_device(sources, device), rows(step.targets), rows(step.cleared))
 
 
 def _strip_writes(placed: StripStep, step: StepSequences) -> StripWrites:
@@ -241,7 +241,7 @@ def _strip_writes(placed: StripStep, step: StepSequences) -> StripWrites:
     rows = layout.strip_token_rows(strips, positions % layout.strip_tokens).reshape(-1)
     all_rows = len(members) == len(step.q_lens)
     return StripWrites(
-        _to_device(rows, step.device), None if all_rows else _to_device(step.row_offsets[members], step.device)
+        to_device(rows, step.device), None if all_rows else to_device(step.row_offsets[members], step.device)
     )
 
 
@@ -270,7 +270,3 @@ def _schedule(
 def _power_of_two(number: int) -> int:
     """The smallest power of two that is not smaller; 0 for 0."""
     return 1 << (number - 1).bit_length() if number else 0
-
-
-def _to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)

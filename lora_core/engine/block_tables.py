@@ -52,7 +52,7 @@ class BlockTables:
         shared = self._find(request)
         self._pool.share(shared)
         request.block_table += shared
-        request.num_computed = len(shared) * self._pool.block_size
+        request.num_computed = request.num_settled = len(shared) * self._pool.block_size
         request.num_remembered = len(shared)
         request.block_table += self._pool.allocate(self._num_missing(request))
         if request.num_cached_tokens is None:
@@ -75,10 +75,19 @@ class BlockTables:
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """Take note that the next `num_tokens` tokens of a request have their keys and values in its blocks."""
+        self.extend(request, num_tokens)
+        self.settle(request, request.num_computed)
+
+    def extend(self, request: Request, num_tokens: int) -> None:
+        """Take note that the keys and values of the next `num_tokens` tokens of a request are on their way."""
         request.num_computed += num_tokens
+
+    def settle(self, request: Request, num_tokens: int) -> None:
+        """Take note that the first `num_tokens` tokens of a request are known, and computed: others may share them."""
+        request.num_settled = num_tokens
         if not self._share:
             return
-        num_full = request.num_computed // self._pool.block_size
+        num_full = num_tokens // self._pool.block_size
         if num_full > request.num_remembered:
             hashes = request.block_hashes.first(num_full, request.token_ids, self._pool.block_size)
             for index in range(request.num_remembered, num_full):
@@ -95,7 +104,8 @@ class BlockTables:
         if request.is_parked:
             self._unpark(request)
         self._pool.free(request.block_table)
-        request.num_computed = request.num_remembered = 0
+        request.num_computed = request.num_settled = request.num_remembered = 0
+        request.num_releases += 1
 
     def forget(self, request: Request) -> None:
         """Let nobody share what a request has computed."""
@@ -114,14 +124,16 @@ class BlockTables:
         users = Counter(block for request in requests for block in request.block_table)
         for request in requests:
             num_blocks, num_full = len(request.block_table), request.num_computed // self._pool.block_size
+            num_settled = request.num_settled // self._pool.block_size
+            assert request.num_settled <= request.num_computed, f"{request.request_id} settles what is not computed"
             assert self._pool.blocks_for(request.num_computed) <= num_blocks, f"{request.request_id} lacks blocks"
             assert num_blocks <= self._pool.blocks_for(len(request.token_ids)), f"{request.request_id} hoards blocks"
-            assert request.num_remembered == (num_full if self._share else 0), f"{request.request_id}: remembered"
+            assert request.num_remembered == (num_settled if self._share else 0), f"{request.request_id}: remembered"
             still_written = request.block_table[num_full:]
             assert all(users[block] == 1 for block in still_written), f"{request.request_id} writes a shared block"
             assert not any(map(self._pool.is_remembered, still_written)), f"{request.request_id} writes what is found"
             if self._share:
-                hashes = request.block_hashes.first(num_full, request.token_ids, self._pool.block_size)
+                hashes = request.block_hashes.first(num_settled, request.token_ids, self._pool.block_size)
                 assert all(
                     self._pool.holds(block, digest, request.adapter)
                     for block, digest in zip(request.block_table, hashes, strict=False)

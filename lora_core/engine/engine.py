@@ -12,22 +12,23 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from lora_core.config import EngineConfig, LoRAConfig
+from lora_core.engine.ahead import AheadTokens, can_run_ahead
 from lora_core.engine.block_tables import BlockTables
 from lora_core.engine.blocks import BlockPool
 from lora_core.engine.constraint import ConstraintState
+from lora_core.engine.flight import Flight, FlightRow
 from lora_core.engine.grammars import Grammars
+from lora_core.engine.kernel_variants import Progress
 from lora_core.engine.prompt_scores import score_prompts
 from lora_core.engine.request import Limits, Request, ScheduledBatch, check
 from lora_core.engine.runner import ModelRunner
 from lora_core.engine.sampler import Choice, sample
 from lora_core.engine.sampler_state import SamplerState
 from lora_core.engine.scheduler import Scheduler
+from lora_core.engine.warm_up import ignore_progress, warm_up_requests
 from lora_core.errors import AdapterError, AdapterUnloaded, ConfigError, InvalidRequest
-from lora_core.messages import EngineReady, GenerateRequest, SamplingParams, TokenDelta
+from lora_core.messages import EngineReady, GenerateRequest, TokenDelta, TokenLogprobs
 from lora_core.types import AdapterRef, LoRAStatus
-
-WARM_UP_TOKENS = 16
-"""Prompt length of `LLMEngine.warm_up`."""
 
 WRITE_SHARE = 0.5
 """Of the shortest recent step: what a step may spend on writing adapters into slots while requests run, so that no gap
@@ -97,6 +98,13 @@ class LLMEngine:
         )
         self._grammars = Grammars(engine_config.model, self._limits.vocab_size, self._eos_token_ids)
         self._requests: dict[str, Request] = {}
+        # Those whose next token depends on the last one in ways that only the host knows.
+        self._serial: set[Request] = set()
+        self._flight: Flight | None = None
+        runs_ahead = engine_config.async_scheduling
+        self._runs_ahead = self.runner.can_run_ahead and (
+            self.runner.device.type == "cuda" if runs_ahead is None else runs_ahead
+        )
         # Requests that are accepted, and not queued before their constraint is compiled.
         self._compiling: dict[Request, Future[ConstraintState]] = {}
         self._refused: list[TokenDelta] = []
@@ -153,6 +161,8 @@ class LLMEngine:
             self._refused.append(_failure(message.request_id, str(error), type(error).__name__))
             return
         self._requests[request.request_id] = request
+        if not can_run_ahead(request.sampling, request.sampler, self._limits.vocab_size):
+            self._serial.add(request)
         if request.sampling.constraint is None:
             self._scheduler.add(request)
         else:
@@ -164,6 +174,14 @@ class LLMEngine:
         request = self._requests.get(request_id)
         if request is not None:
             self._drop(request)
+
+    def check_ranks(self) -> None:
+        """Raise EngineDead if a process that shares the model has ended; `step` does, too."""
+        self.runner.check_ranks()
+
+    def close(self) -> None:
+        """End the processes that share the model; may be called again. No step can follow."""
+        self.runner.close()
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say; adapters on their way into slots are something to do."""
@@ -177,6 +195,8 @@ class LLMEngine:
         (AdapterUnloaded), or when its constraint does not compile or cannot be followed (InvalidRequest). With nothing
         to run, it waits a few milliseconds for what is being read or compiled.
 
+        With async scheduling the tokens are those of the step before, which the device has computed meanwhile.
+
         Returns:
             At most one delta for each request that is running; a finished one is forgotten here.
         """
@@ -184,8 +204,12 @@ class LLMEngine:
         self._end_overdue_requests()
         for ref in self.manager.take_dropped():
             self._blocks.forget_adapter(ref)
+        if self._flight is not None and not self._may_run_ahead():
+            return self._with_refused(self._land_last())
         self.manager.advance(max(SHORTEST_WRITE_S, WRITE_SHARE * min(self._recent_steps_s, default=0.0)))
         batch = self._schedule()
+        if not batch.rows and self._flight is not None:
+            return self._with_refused(self._land_last())
         if not batch.rows and self.manager.is_writing:
             # Nobody is kept waiting by it.
             self.manager.advance(None)
@@ -198,27 +222,24 @@ class LLMEngine:
             deltas = []
             if not self._refused and self.has_work():
                 self._wait()
-        deltas += self._refused
-        self._refused = []
-        return deltas
+        return self._with_refused(deltas)
 
-    def warm_up(self) -> None:
-        """Run a short prompt and a decode step, through an adapter too if one is loaded, so that no user pays for it.
+    def warm_up(self, progress: Progress = ignore_progress) -> None:
+        """Build all that steps need, so that no user pays for it: kernels for every shape, then graphs.
 
-        Called before the first request.
+        In between, short prompts and decode steps run, through an adapter too if one is loaded. Called before the first
+        request.
         """
         assert not self._requests, "warm_up runs before the first request"
-        longest = self.ready().max_model_len
-        prompt = [0] * max(1, min(WARM_UP_TOKENS, longest - 2))
-        max_tokens = min(2, longest - len(prompt))
-        for name in (None, *itertools.islice(self.manager.loras, 1)):
-            for temperature in (0.0, 1.0):
-                sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.9, ignore_eos=True)
-                self.add_request(GenerateRequest(f"warm-up {name} {temperature}", prompt, sampling, name))
+        self.runner.compile_kernels(progress)
+        names = (None, *itertools.islice(self.manager.loras, 1))
+        for request in warm_up_requests(self.ready(), self.runner.warm_up_tokens, names):
+            self.add_request(request)
         tokenizer = self._grammars.prepare()
         while self._requests:
             self.step()
         tokenizer.result()
+        self.runner.capture_graphs(progress)
 
     def check_invariants(self) -> None:
         """Assert that requests, blocks, slots, pins and counts agree; costs time, for tests."""
@@ -277,6 +298,9 @@ class LLMEngine:
     def _run(self, batch: ScheduledBatch) -> list[TokenDelta]:
         """Compute a batch of at least one row, and choose the next token of each row that is due."""
         batch = ScheduledBatch(self.manager.sort_lora_batch(batch.rows))
+        # A step that follows one in flight reads its tokens, whatever has begun meanwhile.
+        if self._flight is not None or self._may_run_ahead():
+            return self._launch(batch)
         logits = self.runner.run(batch)
         batch, logits = self._without_late_rows(batch, score_prompts(batch.rows, logits))
         requests = [row.request for row in batch.rows if row.samples]
@@ -297,6 +321,63 @@ class LLMEngine:
         )
         return deltas
 
+    def _may_run_ahead(self) -> bool:
+        """Whether a step may be left in flight. Writing a slot waits for the device, which would be for all of it."""
+        return self._runs_ahead and not self._serial and not self.manager.is_busy
+
+    def _launch(self, batch: ScheduledBatch) -> list[TokenDelta]:
+        """Leave a step in flight; the deltas are those of the one before it."""
+        logits = self.runner.run(batch) if self._flight is None else self.runner.run(batch, self._flight)
+        requests = [row.request for row in batch.rows if row.samples]
+        tokens = AheadTokens(
+            logits,
+            [request.sampling for request in requests],
+            [request.sampler for request in requests],
+            self._randomness,
+        )
+        landing, self._flight = self._flight, Flight(batch, tokens)
+        self._scheduler.launch(batch)
+        self._flight.expect_tokens()
+        return [] if landing is None else self._land(landing)
+
+    def _land_last(self) -> list[TokenDelta]:
+        """Wait for the step in flight, with none behind it."""
+        landing, self._flight = self._flight, None
+        assert landing is not None, "no step is in flight"
+        return self._land(landing)
+
+    def _land(self, flight: Flight) -> list[TokenDelta]:
+        """Take note of what a launched step has computed, for those requests that have not ended meanwhile."""
+        for row in flight.rows:
+            if row.counts and self._is_known(row.request) and not flight.is_dropped(row.request):
+                self._scheduler.settle(row.request, row.stop)
+        deltas = []
+        for row, (token_id, was_wrong) in flight.land():
+            if not self._is_known(row.request):
+                continue
+            if was_wrong:
+                self._take_back(row)
+            deltas.append(self._failed(row.request) if token_id is None else self._landed(row, token_id))
+        if not self._requests:
+            # Nobody is left whom what it computes could concern.
+            self._flight = None
+        return deltas
+
+    def _landed(self, row: FlightRow, token_id: int) -> TokenDelta:
+        row.request.token_ids[row.stop] = token_id
+        return self._answer(row.request, row.stop + 1)
+
+    def _take_back(self, row: FlightRow) -> None:
+        """Let the step in flight count for nothing to a request whose last token it had wrong."""
+        request = row.request
+        wrong = None if self._flight is None else self._flight.drop(request)
+        if wrong is not None and wrong.counts:
+            request.num_computed = wrong.start
+        del request.token_ids[row.stop + 1 :]
+
+    def _is_known(self, request: Request) -> bool:
+        return self._requests.get(request.request_id) is request
+
     def _without_late_rows(self, batch: ScheduledBatch, logits: Tensor) -> tuple[ScheduledBatch, Tensor]:
         """Leave out constrained rows of which it is not yet known what may come next: they are computed anew."""
         sampling = [row for row in batch.rows if row.samples]
@@ -312,29 +393,44 @@ class LLMEngine:
     def _advance(self, request: Request, choice: Choice | None) -> TokenDelta:
         """Append the next token to a request's answer, and end the request if that was the last one."""
         if choice is None:
-            self._scheduler.fail(request)
-            self._forget(request)
-            model = "the base model" if request.adapter is None else f"LoRA adapter {request.adapter.name!r}"
-            return _failure(request.request_id, f"{model} gave logits that are not finite (NaN or infinity)")
+            return self._failed(request)
         constraint = request.sampler.constraint
         if constraint is not None and constraint.error is not None:
             self._finish(request)
             return _failure(request.request_id, constraint.error, InvalidRequest.__name__)
         request.token_ids.append(choice.token_id)
         request.sampler.take(choice.token_id)
-        reason = request.finish_reason(self._eos_token_ids)
+        return self._answer(request, len(request.token_ids), choice.logprobs)
+
+    def _answer(self, request: Request, num_tokens: int, logprobs: TokenLogprobs | None = None) -> TokenDelta:
+        """Tell of the last of a request's first `num_tokens` tokens, and end the request if it ends the answer."""
+        reason = request.finish_reason(self._eos_token_ids, num_tokens)
         if reason is not None:
             self._finish(request)
-        scores_prompt = request.sampling.prompt_logprobs is not None and request.num_output_tokens == 1
-        num_cached_tokens = (request.num_cached_tokens or 0) if request.num_output_tokens == 1 else 0
+        is_first = num_tokens == request.num_prompt_tokens + 1
+        scores_prompt = is_first and request.sampling.prompt_logprobs is not None
         return TokenDelta(
             request.request_id,
-            [choice.token_id],
+            [request.token_ids[num_tokens - 1]],
             reason,
-            logprobs=None if choice.logprobs is None else [choice.logprobs],
+            logprobs=None if logprobs is None else [logprobs],
             prompt_logprobs=request.sampler.prompt_scores if scores_prompt else None,
-            num_cached_tokens=num_cached_tokens,
+            num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
         )
+
+    def _failed(self, request: Request) -> TokenDelta:
+        """End a request whose logits are not finite."""
+        self._scheduler.fail(request)
+        self._forget(request)
+        model = "the base model" if request.adapter is None else f"LoRA adapter {request.adapter.name!r}"
+        return _failure(request.request_id, f"{model} gave logits that are not finite (NaN or infinity)")
+
+    def _with_refused(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """The deltas of a step, and those of requests that were refused since the last one."""
+        # What a rank that has ended took part in may be wrong.
+        self.check_ranks()
+        deltas, self._refused = deltas + self._refused, []
+        return deltas
 
     def _queue_compiled(self) -> None:
         """Queue the requests whose constraints have been compiled, and refuse those whose cannot be."""
@@ -369,11 +465,13 @@ class LLMEngine:
         self._forget(request)
 
     def _finish(self, request: Request) -> None:
-        self._scheduler.finish(request)
+        # It may have been put back since its last token was begun.
+        self._scheduler.abort(request)
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
+        self._serial.discard(request)
         if request.adapter is not None:
             self.manager.release(request.adapter)
 

@@ -5,7 +5,7 @@ The query heads of one KV head are packed together. Runs on every device; the de
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_core.engine.kv_cache import Ints, KVLayout
+from lora_core.engine.step_buffers import to_device
 from lora_core.engine.strip_attention import StripReads, attend_strips, build_strip_reads
 from lora_core.engine.strips import StripStep
 
@@ -268,8 +269,8 @@ def _decode_group(step: StepSequences, members: Ints, window: int | None, *, all
     if window is not None:
         excluded |= positions < ends - window
     return DecodeGroup(
-        rows=None if all_rows else _to_device(step.row_offsets[members], step.device),
-        pages=_to_device(step.layout.page_rows(step.tables[members, :num_blocks]).reshape(-1), step.device),
+        rows=None if all_rows else to_device(step.row_offsets[members], step.device),
+        pages=to_device(step.layout.page_rows(step.tables[members, :num_blocks]).reshape(-1), step.device),
         mask=_mask(excluded, step.dtype, step.device) if excluded.any() else None,
     )
 
@@ -288,14 +289,10 @@ def _prefill_chunk(step: StepSequences, index: int, window: int | None, *, has_p
         start,
         start + q_len,
         kv_len,
-        _to_device(pages, step.device) if has_past else None,
+        to_device(pages, step.device) if has_past else None,
         _mask(excluded, step.dtype, step.device),
     )
 
 
 def _mask(excluded: npt.NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _to_device(np.where(excluded, np.float32("-inf"), np.float32(0)), device).to(dtype)
-
-
-def _to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    return to_device(np.where(excluded, np.float32("-inf"), np.float32(0)), device).to(dtype)

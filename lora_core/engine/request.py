@@ -9,6 +9,9 @@ from lora_core.errors import AdapterLost, InvalidRequest
 from lora_core.messages import FinishReason, GenerateRequest, SamplingParams
 from lora_core.types import AdapterRef
 
+PENDING = -1
+"""Stands at the end of a request's tokens for one that is chosen, and that the host does not know yet."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -42,6 +45,10 @@ class Request:
     """The adapter generation it runs through; None is the base model."""
     sampler: SamplerState = field(default_factory=SamplerState)
     num_computed: int = 0
+    num_settled: int = 0
+    """Of these, from the first: how many are known to have been computed, from tokens that are all known."""
+    num_releases: int = 0
+    """How often it gave its blocks back: what a step computed for it counts only if it did not since."""
     block_table: list[int] = field(default_factory=list)
     """KV blocks it owns, in token order."""
     may_share_blocks: bool = True
@@ -77,16 +84,27 @@ class Request:
         return self.num_output_tokens > self.num_outputs_before
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether it may still generate a token, as far as its length says."""
+        return self.num_output_tokens < self.sampling.max_tokens
+
+    @property
     def num_tokens_left(self) -> int:
         """Tokens of work until it ends at the latest: those not computed, and those it may still generate."""
         return self.num_uncomputed + self.sampling.max_tokens - self.num_output_tokens
 
-    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Why the answer ends with its last token: "stop", "length", or None while it goes on."""
-        last = self.token_ids[-1]
+    def finish_reason(self, eos_token_ids: frozenset[int], num_tokens: int | None = None) -> FinishReason | None:
+        """Why the answer ends with its last token: "stop", "length", or None while it goes on.
+
+        Args:
+            eos_token_ids: The tokens with which the model ends an answer.
+            num_tokens: Looks at so many tokens only, of which the last one is known; unset: all.
+        """
+        num_tokens = len(self.token_ids) if num_tokens is None else num_tokens
+        last = self.token_ids[num_tokens - 1]
         if last in self.sampling.stop_token_ids or (last in eos_token_ids and not self.sampling.ignore_eos):
             return "stop"
-        return "length" if self.num_output_tokens >= self.sampling.max_tokens else None
+        return "length" if num_tokens - self.num_prompt_tokens >= self.sampling.max_tokens else None
 
 
 @dataclass(frozen=True)

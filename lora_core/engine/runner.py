@@ -1,26 +1,48 @@
 """The model of an engine and the memory it decodes in: a scheduled batch in, logits out."""
 
-import itertools
-from collections.abc import Sequence
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import Routing
 from lora_core.config import EngineConfig, LoRAConfig
-from lora_core.engine.attention import SequenceSpan, build_attention, paged_layout, token_positions
+from lora_core.engine.attention import (
+    AttentionMetadata,
+    SequenceSpan,
+    build_attention,
+    paged_layout,
+    token_positions,
+)
+from lora_core.engine.decode_graphs import DecodeGraphs, GraphSizes
+from lora_core.engine.flight import Flight
+from lora_core.engine.kernel_variants import Progress, compile_all, engine_launches
 from lora_core.engine.kv_cache import Ints, KVCache, KVLayout
-from lora_core.engine.prompt_scores import logit_rows
-from lora_core.engine.request import ScheduledBatch, ScheduledRow
+from lora_core.engine.memory_sizes import engine_sizes, free_bytes, memory_faults, memory_settings
+from lora_core.engine.recorder import recorder_for
+from lora_core.engine.request import ScheduledBatch
+from lora_core.engine.step_buffers import PendingTokens, StepBuffers, fill_pending, to_device
+from lora_core.engine.step_input import StepInput, make_step_input
 from lora_core.engine.strips import Strips
+from lora_core.engine.warm_up import WARM_UP_TOKENS, ignore_progress
 from lora_core.errors import ConfigError
 from lora_core.layers import LoRALayer, LoRAModelWrapper, lora_layers
 from lora_core.manager import LoRAManagerV3
+from lora_core.memory_plan import MemoryPlan, plan_memory
+from lora_core.models.architectures import decoder_config, read_hf_config
 from lora_core.models.decoder import DecoderConfig
+from lora_core.models.split import share_of, whole_of
 from lora_core.models.weights import load_decoder
+from lora_core.parallel.group import RankGroup
+from lora_core.parallel.leader import Leader
+
+if TYPE_CHECKING:
+    from kernels.launch import Launch
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,21 +50,58 @@ DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "f
 class ModelRunner:
     """Owns the decoder, the adapter manager bound to it, and the KV cache. Used by one thread.
 
+    With `tensor_parallel_size` above 1 it has one share of each, and leads the processes that have the others.
+
     Attributes:
-        config: What the decoder computes; its `max_model_len` is the engine's, where that is shorter.
+        config: What the decoder computes, or this rank's share of it; its `max_model_len` is the engine's, where that
+            is shorter.
         manager: Its slot tensors are those the model reads. With LoRA off it is there, and refuses adapters.
         num_blocks: KV blocks; all may be given to requests.
-        kv_cache: What they hold.
+        kv_cache: What they hold. On devices with Triton kernels it has one block more, where rows that pad steps write.
+        plan: What all of it takes of the device's memory.
     """
 
-    def __init__(self, engine_config: EngineConfig, lora_config: LoRAConfig) -> None:
+    def __init__(self, engine_config: EngineConfig, lora_config: LoRAConfig, *, group: RankGroup | None = None) -> None:
         """Load the model and allocate the KV cache.
+
+        Args:
+            engine_config: The model, its device and its budgets.
+            lora_config: Whether adapters are served, how many at once, and how large.
+            group: Given to a rank that follows another one's steps; it calls `execute` only, and not `run`.
 
         Raises:
             UnsupportedModel: the model's architecture or configuration is not served.
             ConfigError: a setting cannot work with this model or machine.
+            EngineDead: another rank could not be started.
         """
-        self.device = _device(engine_config.device)
+        self.device = rank_device(engine_config.device, 0 if group is None else group.shard.rank)
+        self._leader: Leader | None = None
+        if group is None and engine_config.tensor_parallel_size > 1:
+            self._leader = Leader(engine_config, lora_config, self.device)
+            group = self._leader.group
+        self._engine_config, self._lora_config = engine_config, lora_config
+        try:
+            self._start(engine_config, lora_config, group)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, engine_config: EngineConfig, lora_config: LoRAConfig, group: RankGroup | None) -> None:
+        """Plan the memory, and take it; on all ranks."""
+        self.plan = _plan(engine_config, lora_config, self.device, group)
+        if group is not None:
+            # A block has the same number on all ranks.
+            least = group.least if self._leader is None else self._leader.least
+            self.plan = replace(self.plan, kv_cache_tokens=least(self.plan.kv_cache_tokens))
+        for line in self.plan.lines():
+            logger.info("%s", line)
+        with memory_faults(self.plan):
+            self._load(engine_config, lora_config, group)
+        if self._leader is not None:
+            self._leader.wait_ready(self.num_blocks)
+
+    def _load(self, engine_config: EngineConfig, lora_config: LoRAConfig, group: RankGroup | None) -> None:
+        """Take the memory that was planned."""
         pack = engine_config.pack_weights and self.device.type == "cpu"
         self._decoder, config = load_decoder(
             engine_config.model,
@@ -50,10 +109,11 @@ class ModelRunner:
             device=self.device,
             pack=pack,
             quantization=engine_config.quantization,
+            group=group,
         )
         self.dtype = self._decoder.dtype
         self.config = _limit_length(_restrict_targets(config, lora_config), engine_config.max_model_len)
-        self.manager = _manager(self.config, engine_config, lora_config, self.dtype, self.device)
+        self.manager = _manager(self.config, engine_config, lora_config, self.dtype, self.device, self._leader)
         # Without adapters the model runs as it is; with them, the wrapper puts the routing in force.
         self._wrapper: LoRAModelWrapper | None = None
         self._head: LoRALayer | None = None
@@ -61,27 +121,94 @@ class ModelRunner:
             self._wrapper = self.manager.wrap(self._decoder)
             self.manager.bind_inputs(self.manager.input_buffers())
             self._head = next((layer for _, layer in lora_layers(self._decoder) if layer.site.kind == "head"), None)
-        self.num_blocks = -(-engine_config.kv_cache_tokens // engine_config.block_size)
+        self.num_blocks = self.plan.kv_cache_tokens // engine_config.block_size
         self._layout = KVLayout(
             num_blocks=self.num_blocks,
             num_kv_heads=config.num_kv_heads,
             block_size=engine_config.block_size,
             head_dim=config.head_dim,
         )
-        self._paged = paged_layout(self._layout, config.num_heads, dtype=self.dtype, device=self.device)
+        spared = replace(self._layout, num_blocks=self.num_blocks + 1)
+        self._paged = paged_layout(spared, config.num_heads, dtype=self.dtype, device=self.device)
+        if self._paged is not None:
+            self._layout = spared
+        self._graphs: DecodeGraphs | None = None
         self._strips: Strips | None = None
         if self.device.type == "cpu" and self._paged is None:
-            self._layout = replace(self._layout, num_strips=_num_strips(engine_config, self._layout))
+            num_strips = _num_strips(engine_config.strip_tokens, self.plan.kv_cache_tokens, self._layout)
+            self._layout = replace(self._layout, num_strips=num_strips)
             self._strips = Strips(self._layout) if self._layout.num_strips else None
         self.kv_cache = KVCache(self._layout, config.num_layers, dtype=self.dtype, device=self.device)
 
-    @torch.inference_mode()
-    def run(self, batch: ScheduledBatch) -> Tensor:
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether a step may begin from tokens that only the device has: all ranks would need them."""
+        return self._leader is None
+
+    @property
+    def warm_up_tokens(self) -> tuple[int, ...]:
+        """Lengths of the prompts that warm it up: on a GPU the longest step, too, which takes the most memory."""
+        longest = self._engine_config.max_num_batched_tokens
+        return (WARM_UP_TOKENS, longest) if self.device.type == "cuda" else (WARM_UP_TOKENS,)
+
+    def kernel_launches(self) -> "list[Launch]":
+        """One launch of each variant of the Triton kernels that steps can ask for; none where there are none."""
+        if self._paged is None:
+            return []
+        sizes = self._graph_sizes()
+        return engine_launches(
+            self.config,
+            self._paged,
+            sites=self.manager.sites,
+            lora=self._lora_config,
+            max_groups=self.manager.max_groups,
+            max_rows=self._engine_config.max_num_batched_tokens,
+            max_seqs=self._engine_config.max_num_seqs,
+            max_blocks=sizes.blocks[-1],
+            graph_tables=list(sizes.tables) if sizes.adapted else [],
+            device=self.device,
+        )
+
+    def compile_kernels(self, progress: Progress = ignore_progress) -> None:
+        """Compile every kernel that a step can ask for, on this rank and then on the others."""
+        if self.device.type == "cuda" and self._paged is not None:
+            compile_all(self.kernel_launches(), progress)
+        if self._leader is not None:
+            self._leader.call("compile_kernels")
+
+    def capture_graphs(self, progress: Progress = ignore_progress) -> None:
+        """Capture the graphs of steps in which every sequence decodes; `execute` replays them from here on."""
+        sizes = self._graph_sizes()
+        recorder = recorder_for(self.device)
+        if self._paged is None or recorder is None or not sizes.adapted:
+            return
+        with memory_faults(self.plan):
+            graphs = DecodeGraphs(
+                self._forward,
+                sizes,
+                self._layout,
+                self._paged,
+                recorder,
+                hidden_size=self.config.hidden_size,
+                device=self.device,
+                manager=self.manager,
+                wrapper=self._wrapper,
+            )
+            graphs.capture(progress)
+        self._graphs = graphs
+
+    @property
+    def num_replays(self) -> int:
+        """Steps that were replayed from graphs."""
+        return 0 if self._graphs is None else self._graphs.num_replays
+
+    def run(self, batch: ScheduledBatch, flight: Flight | None = None) -> Tensor:
         """Compute a batch's tokens: store their keys and values, and choose nothing.
 
         Args:
             batch: At least one row, sorted by `manager.sort_lora_batch`; each request's adapter is in a slot and its
                 `block_table` has room for `num_computed + num_tokens` tokens. Requests are not changed.
+            flight: The step that chooses the tokens which requests of this one lack; needs `can_run_ahead`.
 
         Returns:
             fp32 logits `[rows that sample, vocab_size]`, in row order; all of `logit_rows` where prompts are scored.
@@ -89,17 +216,39 @@ class ModelRunner:
         Raises:
             KeyError: the adapter of a request has no slot; it is named.
             ValueError: the batch is not sorted by slot.
+            EngineDead: another rank is gone, or takes no part.
         """
-        rows = batch.rows
-        starts = [row.request.num_computed for row in rows]
-        q_lens = np.array([row.num_tokens for row in rows])
-        kv_lens = q_lens + np.array(starts)
-        spans = [
-            SequenceSpan(row.num_tokens, start + row.num_tokens, row.request.block_table)
-            for row, start in zip(rows, starts, strict=True)
-        ]
+        if self._wrapper is None:
+            step = make_step_input(batch.rows)
+        else:
+            step = make_step_input(batch.rows, self.manager.use_slots(batch.rows), self.manager.slot_ranks())
+        if self._leader is None:
+            return self.execute(step, None if flight is None else flight.pending(step, batch))
+        with self._leader.step(step):
+            return self.execute(step)
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput, pending: PendingTokens | None = None) -> Tensor:
+        """Compute a step, or this rank's share of it.
+
+        Args:
+            step: The step.
+            pending: Those of its tokens that only the device knows.
+
+        Returns:
+            fp32 logits `[len(step.logit_rows), vocab_size]`, see `run`; of ranks other than the first, no rows.
+        """
+        replayed = None if self._graphs is None else self._graphs.run(step, pending)
+        hidden, routing = self._compute(step, pending) if replayed is None else replayed
+        if len(step.logit_rows) < len(hidden):
+            hidden = hidden.index_select(0, to_device(step.logit_rows, self.device))
+        with self._routed(self._head_routing(routing, step.logit_rows)):
+            return self._decoder.logits(hidden)
+
+    def _compute(self, step: StepInput, pending: PendingTokens | None) -> tuple[Tensor, Routing | None]:
+        """Hidden states of a step `[T, hidden_size]`, and its routing."""
         attention = build_attention(
-            spans,
+            [SequenceSpan(*span) for span in zip(step.q_lens, step.kv_lens, step.block_tables, strict=True)],
             self._layout,
             windows=self.config.windows,
             dtype=self.dtype,
@@ -112,30 +261,44 @@ class ModelRunner:
             self.kv_cache.clear(attention.fresh_blocks)
         if attention.strip_fill is not None:
             self.kv_cache.fill_strips(attention.strip_fill)
-        ends = np.cumsum(q_lens)
-        routing = self._routing(rows, ends.tolist())
+        token_ids = to_device(step.token_ids, self.device)
+        if pending is not None:
+            fill_pending(token_ids, pending)
+        positions = to_device(token_positions(step.q_lens, step.kv_lens), self.device)
+        routing = self._routing(step)
         with self._routed(routing):
-            hidden = self._decoder(
-                self._to_device(_token_ids(rows, starts)),
-                self._to_device(token_positions(q_lens, kv_lens)),
-                attention,
-                self.kv_cache.layers,
-            )
-        sampling_rows = logit_rows(rows, ends)
-        if len(sampling_rows) < len(hidden):
-            hidden = hidden.index_select(0, self._to_device(sampling_rows))
-        with self._routed(self._head_routing(routing, sampling_rows)):
-            return self._decoder.logits(hidden)
+            buffers = StepBuffers(token_ids, positions, attention.write_rows, token_ids)
+            return self._forward(buffers, attention), routing
+
+    def _forward(self, buffers: StepBuffers, attention: AttentionMetadata) -> Tensor:
+        hidden: Tensor = self._decoder(buffers.token_ids, buffers.positions, attention, self.kv_cache.layers)
+        return hidden
 
     def check(self) -> None:
         """Assert that what is held of running requests a second time is right; costs time, for tests."""
         if self._strips is not None:
             self._strips.check(self.kv_cache)
+        self.call_ranks("check")
 
-    def _routing(self, rows: Sequence[ScheduledRow], ends: Sequence[int]) -> Routing | None:
+    def check_ranks(self) -> None:
+        """Raise EngineDead if another rank's process has ended."""
+        if self._leader is not None:
+            self._leader.check()
+
+    def call_ranks(self, method: str) -> None:
+        """Call a method of the other ranks' runners. Raises EngineDead: it failed, or a rank is gone."""
+        if self._leader is not None:
+            self._leader.call(method)
+
+    def close(self) -> None:
+        """End the other ranks; may be called again. Without a call they end with this process, or with this object."""
+        if self._leader is not None:
+            self._leader.close()
+
+    def _routing(self, step: StepInput) -> Routing | None:
         if self._wrapper is None:
             return None
-        return self.manager.get_lora_graph_inputs(rows, [0, *ends], self.device)
+        return self.manager.route(step.slots, step.row_offsets, step.slot_ranks, self.device)
 
     def _head_routing(self, routing: Routing | None, sampling_rows: Ints) -> Routing | None:
         """The routing of the rows that sample; None where no adapter of the step changes the head."""
@@ -148,30 +311,52 @@ class ModelRunner:
     def _routed(self, routing: Routing | None) -> AbstractContextManager[None]:
         return nullcontext() if self._wrapper is None else self._wrapper.routed(routing)
 
-    def _to_device(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def _graph_sizes(self) -> GraphSizes:
+        return _graph_sizes(self._engine_config, self._lora_config, self.config, self.plan.kv_cache_tokens)
 
 
-def _token_ids(rows: Sequence[ScheduledRow], starts: Sequence[int]) -> Ints:
-    return np.fromiter(
-        itertools.chain.from_iterable(
-            row.request.token_ids[start : start + row.num_tokens] for row, start in zip(rows, starts, strict=True)
-        ),
-        dtype=np.int64,
+def _num_strips(strip_tokens: int | None, kv_cache_tokens: int, layout: KVLayout) -> int:
+    return -(-(kv_cache_tokens if strip_tokens is None else strip_tokens) // layout.strip_tokens)
+
+
+def _graph_sizes(
+    engine: EngineConfig, lora: LoRAConfig, config: DecoderConfig, kv_cache_tokens: int | None
+) -> GraphSizes:
+    """The sizes of an engine's graphs; none for a model on several devices, whose steps wait for each other."""
+    longest = config.max_model_len if kv_cache_tokens is None else min(config.max_model_len, kv_cache_tokens)
+    return GraphSizes.choose(
+        engine.cuda_graphs if engine.tensor_parallel_size == 1 else "none",
+        max_rows=min(engine.max_graph_seqs, engine.max_num_seqs, engine.max_num_batched_tokens),
+        max_model_len=longest,
+        block_size=engine.block_size,
+        has_lora=lora.enable_lora,
     )
 
 
-def _num_strips(engine_config: EngineConfig, layout: KVLayout) -> int:
-    num_tokens = engine_config.strip_tokens
-    return -(-(engine_config.kv_cache_tokens if num_tokens is None else num_tokens) // layout.strip_tokens)
+def _plan(engine: EngineConfig, lora: LoRAConfig, device: torch.device, group: RankGroup | None) -> MemoryPlan:
+    """What the engine will take of its device."""
+    hf_config = read_hf_config(engine.model)
+    whole = _limit_length(_restrict_targets(decoder_config(hf_config), lora), engine.max_model_len)
+    config = whole if group is None else share_of(whole, group.shard)
+    declared = DTYPES[engine.dtype] or hf_config.dtype
+    # A checkpoint that declares none is as wide as its tensors: fp32 at most.
+    dtype = declared if isinstance(declared, torch.dtype) else torch.float32
+    num_graphs = _graph_sizes(engine, lora, config, engine.kv_cache_tokens).num_graphs if device.type == "cuda" else 0
+    return plan_memory(
+        engine_sizes(config, engine, lora, dtype=dtype, device=device),
+        memory_settings(engine, lora, max_model_len=config.max_model_len, num_graphs=num_graphs),
+        device=str(device),
+        free_bytes=free_bytes(device),
+    )
 
 
-def _device(setting: str) -> torch.device:
+def rank_device(setting: str, rank: int) -> torch.device:
+    """The device of a rank, by the setting `device`. Raises ConfigError: there is none such."""
     if setting == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        setting = "cuda" if torch.cuda.is_available() else "cpu"
     if setting == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', and torch finds no CUDA device here; set it to 'cpu' or 'auto'")
-    return torch.device(setting)
+    return torch.device(setting, rank) if setting == "cuda" and rank else torch.device(setting)
 
 
 def _restrict_targets(config: DecoderConfig, lora_config: LoRAConfig) -> DecoderConfig:
@@ -198,17 +383,24 @@ def _manager(
     lora_config: LoRAConfig,
     dtype: torch.dtype,
     device: torch.device,
+    leader: Leader | None,
 ) -> LoRAManagerV3:
+    split = None
+    if leader is not None and lora_config.enable_lora:
+        split = leader.split_slots(config, dtype)
+    # Adapters are those of the whole model; other ranks are told what becomes of them.
+    whole = config if leader is None else whole_of(config)
     return LoRAManagerV3(
         lora_config,
         str(engine_config.model),
         dtype,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
+        whole.num_heads,
+        whole.num_kv_heads,
+        whole.head_dim,
         engine_config.max_num_batched_tokens,
-        config.targets,
-        projections=config.projections,
-        num_layers=config.num_layers,
+        whole.targets,
+        projections=whole.projections,
+        num_layers=whole.num_layers,
         device=device,
+        split=split,
     )

@@ -13,7 +13,7 @@ A row is drawn by inverting its cumulative distribution at one uniform number. A
 own generator and everything else from its own logits and state, so what else is in the batch decides nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -155,24 +155,65 @@ def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Tensor) ->
     Returns:
         int64 `[N]`.
     """
+    tokens, _ = _draw(logits, sampling, uniform, _draw_all)
+    return tokens
+
+
+def draw_ahead(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw as `draw` does, without waiting for the device: some rows may have to be drawn again.
+
+    Returns:
+        int64 `[N]`, and which of them are wrong, bool `[N]`: rows that keep more than `PREFIXES` reach.
+    """
+    return _draw(logits, sampling, uniform, _draw_most)
+
+
+Draw = Callable[[Tensor, "_Bounds", Tensor], tuple[Tensor, Tensor]]
+"""From logits, bounds and uniform numbers: tokens, and which of them are wrong."""
+
+
+def _draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Tensor, draw_cut: Draw) -> tuple[Tensor, Tensor]:
     device, vocab_size = logits.device, logits.shape[-1]
-    temperature = torch.tensor(
-        [min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE) for params in sampling], device=device
+    temperature = upload(
+        [min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE) for params in sampling], torch.float32, device
     )
     tokens = torch.empty(len(sampling), dtype=torch.int64, device=device)
-    cut = [row for row, params in enumerate(sampling) if _truncates(params, vocab_size)]
+    is_wrong = torch.zeros(len(sampling), dtype=torch.bool, device=device)
+    cut = [row for row, params in enumerate(sampling) if truncates(params, vocab_size)]
     whole = sorted(set(range(len(sampling))).difference(cut))
     if whole:
-        tokens[whole] = _draw_whole(_take(logits, whole), temperature[whole], uniform[whole])
+        rows = upload(whole, torch.int64, device)
+        drawn = _draw_whole(_take(logits, whole, rows), temperature[rows], uniform[rows])
+        tokens.index_copy_(0, rows, drawn)
     if cut:
+        rows = upload(cut, torch.int64, device)
         bounds = _Bounds(
-            top_k=torch.tensor([min(sampling[row].top_k or vocab_size, vocab_size) for row in cut], device=device),
-            top_p=torch.tensor([sampling[row].top_p for row in cut], device=device),
-            min_p=torch.tensor([sampling[row].min_p for row in cut], device=device),
-            temperature=temperature[cut],
+            top_k=upload([min(sampling[row].top_k or vocab_size, vocab_size) for row in cut], torch.int64, device),
+            top_p=upload([sampling[row].top_p for row in cut], torch.float32, device),
+            min_p=upload([sampling[row].min_p for row in cut], torch.float32, device),
+            temperature=temperature[rows],
         )
-        tokens[cut] = _draw_truncated(_take(logits, cut), bounds, uniform[cut], PREFIXES)
-    return tokens
+        drawn, wrong = draw_cut(_take(logits, cut, rows), bounds, uniform[rows])
+        tokens.index_copy_(0, rows, drawn)
+        is_wrong.index_copy_(0, rows, wrong)
+    return tokens, is_wrong
+
+
+def _draw_all(logits: Tensor, bounds: "_Bounds", uniform: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = _draw_truncated(logits, bounds, uniform, PREFIXES)
+    return tokens, torch.zeros_like(tokens, dtype=torch.bool)
+
+
+def _draw_most(logits: Tensor, bounds: "_Bounds", uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Every prefix for every row: which ones need more than the first is not waited for."""
+    vocab_size = logits.shape[-1]
+    first, *more = sorted({min(prefix, vocab_size) for prefix in PREFIXES})
+    tokens, is_wrong = _draw_from_prefix(logits, bounds, uniform, first)
+    for prefix in more:
+        further, still_wrong = _draw_from_prefix(logits, bounds, uniform, prefix)
+        tokens = torch.where(is_wrong, further, tokens)
+        is_wrong = is_wrong & still_wrong
+    return tokens, is_wrong
 
 
 class _Bounds(NamedTuple):
@@ -187,7 +228,8 @@ class _Bounds(NamedTuple):
         return _Bounds(*(bound[rows] for bound in self))
 
 
-def _truncates(params: SamplingParams, vocab_size: int) -> bool:
+def truncates(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether a row is drawn from less than all of its softmax."""
     return params.top_p < 1 or 0 < params.top_k < vocab_size or params.min_p > 0
 
 
@@ -241,6 +283,21 @@ def _draw_truncated(logits: Tensor, bounds: _Bounds, uniform: Tensor, prefixes: 
     """Draw from rows of `[N, V]`: look at the first prefix of likeliest tokens, and at more where that falls short."""
     vocab_size = logits.shape[-1]
     prefix = min(prefixes[0], vocab_size) if prefixes else vocab_size
+    tokens, falls_short = _draw_from_prefix(logits, bounds, uniform, prefix)
+    if prefix < vocab_size:
+        rows = falls_short.nonzero().squeeze(-1)
+        if rows.numel():
+            tokens[rows] = _draw_truncated(logits[rows], bounds.of(rows), uniform[rows], prefixes[1:])
+    return tokens
+
+
+def _draw_from_prefix(logits: Tensor, bounds: _Bounds, uniform: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """Draw from the `prefix` likeliest tokens of each row.
+
+    Returns:
+        The tokens `[N]`, and which of them are wrong because what the bounds keep reaches further.
+    """
+    vocab_size = logits.shape[-1]
     ordered, ids = likeliest(logits, prefix)
     largest = ordered[:, :1]
     weights = _weights(ordered, largest, bounds.temperature)
@@ -249,22 +306,26 @@ def _draw_truncated(logits: Tensor, bounds: _Bounds, uniform: Tensor, prefixes: 
     # Where all of the prefix is likely enough, so may be what lies beyond it.
     limit = torch.minimum(bounds.top_k, num_likely.where(num_likely < prefix, vocab_size))
     total = share.gather(-1, (limit - 1).clamp_max(prefix - 1).unsqueeze(-1)).squeeze(-1)
-    # What nothing limits is all of the softmax.
-    open_rows = ((limit == vocab_size) & (bounds.top_p < 1)).nonzero().squeeze(-1)
-    if prefix < vocab_size and open_rows.numel():
-        rows = slice(None) if len(open_rows) == len(logits) else open_rows
-        total[rows] = _weights(logits[rows], largest[rows], bounds.temperature[rows]).sum(dim=-1)
+    if prefix < vocab_size:
+        total = _with_open_totals(total, (limit == vocab_size) & (bounds.top_p < 1), logits, largest, bounds)
     below = (share < (bounds.top_p * total).unsqueeze(-1)).sum(dim=-1)
     num_kept = torch.minimum(torch.where(bounds.top_p < 1, below + 1, vocab_size), limit)
-
     unknown_limit = torch.where(limit < vocab_size, limit > prefix, bounds.min_p > 0)
-    num_inside = num_kept.clamp_max(prefix)
-    tokens = ids.gather(-1, _invert(share, uniform, num_inside).unsqueeze(-1)).squeeze(-1)
-    if prefix < vocab_size:
-        rows = (unknown_limit | (num_kept > prefix)).nonzero().squeeze(-1)
-        if rows.numel():
-            tokens[rows] = _draw_truncated(logits[rows], bounds.of(rows), uniform[rows], prefixes[1:])
-    return tokens
+    tokens = ids.gather(-1, _invert(share, uniform, num_kept.clamp_max(prefix)).unsqueeze(-1)).squeeze(-1)
+    falls_short = unknown_limit | (num_kept > prefix)
+    return tokens, falls_short if prefix < vocab_size else torch.zeros_like(falls_short)
+
+
+def _with_open_totals(total: Tensor, is_open: Tensor, logits: Tensor, largest: Tensor, bounds: _Bounds) -> Tensor:
+    """The totals `[N]`, all of the softmax in rows that nothing limits."""
+    if logits.device.type != "cpu":
+        # Adding up every row takes less time than waiting to know which are open.
+        return torch.where(is_open, _weights(logits, largest, bounds.temperature).sum(dim=-1), total)
+    open_rows = is_open.nonzero().squeeze(-1)
+    if open_rows.numel():
+        rows = slice(None) if len(open_rows) == len(logits) else open_rows
+        total[rows] = _weights(logits[rows], largest[rows], bounds.temperature[rows]).sum(dim=-1)
+    return total
 
 
 def _weights(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
@@ -288,9 +349,19 @@ def _just_below(numbers: Tensor) -> Tensor:
     return torch.nextafter(numbers, torch.zeros_like(numbers))
 
 
-def _take(tensor: Tensor, rows: list[int]) -> Tensor:
-    """`tensor[rows]` for ascending distinct rows, without the copy where that is all of them."""
-    return tensor if len(rows) == len(tensor) else tensor[rows]
+def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device; the host does not wait for the copy."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _take(tensor: Tensor, rows: list[int], index: Tensor | None = None) -> Tensor:
+    """`tensor[rows]` for ascending distinct rows, without the copy where that is all of them.
+
+    `index` has the same rows on the tensor's device.
+    """
+    return tensor if len(rows) == len(tensor) else tensor[rows if index is None else index]
 
 
 def _columns(pairs: Sequence[tuple[int, Ints]]) -> tuple[list[int], list[Ints]]:

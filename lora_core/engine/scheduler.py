@@ -138,18 +138,32 @@ class Scheduler:
             self._resident.add(request.adapter)
 
     def fail(self, request: Request) -> None:
-        """End a running request whose keys and values may be wrong: nobody is to share them."""
+        """End a request whose keys and values may be wrong: nobody is to share them."""
         self._blocks.forget(request)
-        self.finish(request)
+        self.abort(request)
 
     def advance(self, batch: ScheduledBatch) -> None:
         """Take note that a scheduled batch has been computed; its requests are those that were scheduled."""
+        self.launch(batch)
         for row in batch.rows:
-            self._blocks.advance(row.request, row.num_tokens)
+            self._blocks.settle(row.request, row.request.num_computed)
+
+    def launch(self, batch: ScheduledBatch) -> None:
+        """Take note that a scheduled batch is being computed. The next one may be scheduled meanwhile.
+
+        Each request that is to get a token by it has `PENDING` put at the end of its own before that. `settle` follows
+        for each row, unless its request has given its blocks back in between.
+        """
+        for row in batch.rows:
+            self._blocks.extend(row.request, row.num_tokens)
         if self._waiting:
             running = {request.adapter for request in self._running}
             num_others = sum(adapter not in self._waiting for adapter in running)
             self._level += batch.num_tokens / (self._waiting.num_queues + num_others)
+
+    def settle(self, request: Request, num_tokens: int) -> None:
+        """Take note that the first `num_tokens` tokens of a request are known, and computed."""
+        self._blocks.settle(request, num_tokens)
 
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's rows: running requests that decode, those still in their prompt, newly admitted ones.
@@ -166,7 +180,7 @@ class Scheduler:
         self._step_adapters.choose(self._turns.running())
         runs = self._step_adapters.admits
         # Decoding requests first, one token each: a long prompt may slow answers that have begun, never stop them.
-        rows = [ScheduledRow(r, 1) for r in self._running if r.num_uncomputed == 1 and runs(r.adapter)]
+        rows = [ScheduledRow(r, 1) for r in self._running if r.num_uncomputed == 1 and r.may_go_on and runs(r.adapter)]
         budget = self._max_num_batched_tokens - len(rows)
         for request in self._running:
             if budget and request.num_uncomputed > 1 and runs(request.adapter):
@@ -189,7 +203,8 @@ class Scheduler:
         """Give every running request the blocks of its known tokens, oldest first, preempting from the newest end."""
         index = 0
         while index < len(self._running):
-            if self._blocks.grow(self._running[index]):
+            # One whose last token is on its way needs no room for it.
+            if not self._running[index].may_go_on or self._blocks.grow(self._running[index]):
                 index += 1
             else:
                 newest = self._running[-1]

@@ -6,14 +6,13 @@ and what they add to its output is summed.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lora_core.engine.kv_cache import Ints, KVLayout
+from lora_core.engine.step_buffers import to_device
 from lora_core.engine.strips import StripStep, padded
 
 # A further group of sequences costs about as much time in a layer as putting so many empty strips side by side.
@@ -152,20 +151,20 @@ def build_strip_reads(
             excluded |= positions < ends - window
         groups.append(
             StripGroup(
-                _to_device(strips.reshape(-1), device),
-                _to_device((strips[:, None, :] * num_heads + heads[:, None]).reshape(-1), device),
-                _to_device(np.where(excluded, np.float32("-inf"), np.float32(0)), device).to(dtype),
-                None if is_own.all() else _to_device(is_own[:, :, None], device).to(dtype),
+                to_device(strips.reshape(-1), device),
+                to_device((strips[:, None, :] * num_heads + heads[:, None]).reshape(-1), device),
+                to_device(np.where(excluded, np.float32("-inf"), np.float32(0)), device).to(dtype),
+                None if is_own.all() else to_device(is_own[:, :, None], device).to(dtype),
             )
         )
         order.append(token_rows[members])
     return StripReads(
         layout,
         step.extent,
-        _to_device(query_rows, device),
+        to_device(query_rows, device),
         tuple(groups),
-        _to_device(weight_rows.reshape(-1), device),
-        None if all_rows and len(groups) == 1 else _to_device(np.concatenate(order), device),
+        to_device(weight_rows.reshape(-1), device),
+        None if all_rows and len(groups) == 1 else to_device(np.concatenate(order), device),
     )
 
 
@@ -181,7 +180,3 @@ def _groups(counts: Sequence[int]) -> Iterator[Ints]:
             return
         yield np.sort(order[:cut])
         order, descending = order[cut:], descending[cut:]
-
-
-def _to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)

@@ -16,6 +16,8 @@ from lora_core.models.activations import gated
 from lora_core.models.norm import OffsetRMSNorm
 from lora_core.models.quantization import WeightQuantizer
 from lora_core.models.rotary import Rotary, RotaryTable, Rotation, rotate_
+from lora_core.parallel.group import RankGroup
+from lora_core.parallel.shard import WHOLE, Shard
 from lora_core.targets import LoRATargetModule
 
 
@@ -78,10 +80,23 @@ class DecoderConfig:
     residual_scale: float = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     logit_divisor: float = 1.0
+    shard: Shard = WHOLE
+    """The rank whose share of a model this is: its heads, its feed-forward width, its rows of the head."""
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def head_widths(self) -> tuple[int, ...]:
+        """Logits that each rank's share of the head gives."""
+        ranks = range(self.shard.size)
+        return tuple(Shard(rank, self.shard.size).width(self.vocab_size) for rank in ranks)
+
+    @property
+    def num_head_rows(self) -> int:
+        """Logits that this rank's share of the head gives."""
+        return self.shard.width(self.vocab_size)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -104,7 +119,7 @@ class DecoderConfig:
             "up_proj": (intermediate, hidden),
             "gate_up_proj": (2 * intermediate, hidden),
             "down_proj": (hidden, intermediate),
-            "lm_head": (self.vocab_size, hidden),
+            "lm_head": (self.num_head_rows, hidden),
         }
         return {projection: shapes[projection] for target in self.targets for projection in target.projections}
 
@@ -167,8 +182,9 @@ def make_norm(config: DecoderConfig, size: int) -> nn.RMSNorm | OffsetRMSNorm:
 class Attention(nn.Module):
     """Self-attention with one fused projection for queries, keys and values."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, group: RankGroup | None) -> None:
         super().__init__()
+        self._group = group
         self._rotary = layer.rotary
         self._window = layer.window
         self._softcap = config.score_softcap
@@ -179,7 +195,7 @@ class Attention(nn.Module):
         query_size = config.num_heads * config.head_dim
         fused_size = query_size + 2 * config.num_kv_heads * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, fused_size, bias=config.qkv_bias)
-        self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias and config.shard.rank == 0)
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm else None
 
@@ -197,35 +213,35 @@ class Attention(nn.Module):
         attended = attend(
             queries, key_values, cache, attention, scale=self._scale, window=self._window, softcap=self._softcap
         )
-        out: Tensor = self.o_proj(attended)
-        return out
+        return sum_over_ranks(self.o_proj(attended), self._group)
 
 
 class GatedMLP(nn.Module):
     """Feed-forward block with one fused projection for gate and up."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, group: RankGroup | None) -> None:
         super().__init__()
+        self._group = group
         self._activation = config.activation
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        has_bias = config.mlp_bias and config.shard.rank == 0
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[T, hidden_size]` to the same."""
-        out: Tensor = self.down_proj(self.gate_up_proj.gated(x, self._activation))
-        return out
+        return sum_over_ranks(self.down_proj(self.gate_up_proj.gated(x, self._activation)), self._group)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised residual stream."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, group: RankGroup | None) -> None:
         super().__init__()
         self._residual_scale = config.residual_scale
         self.input_layernorm = make_norm(config, config.hidden_size)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, group)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
-        self.mlp = GatedMLP(config)
+        self.mlp = GatedMLP(config, group)
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attention: AttentionMetadata, cache: Tensor) -> Tensor:
         """Map the residual stream `[T, hidden_size]` to the next layer's."""
@@ -240,8 +256,8 @@ class SandwichLayer(DecoderLayer):
     As checkpoints name them: `post_attention_layernorm` is behind the attention here, not in front of the MLP.
     """
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
-        super().__init__(config, layer)
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, group: RankGroup | None) -> None:
+        super().__init__(config, layer, group)
         self.pre_feedforward_layernorm = make_norm(config, config.hidden_size)
         self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
 
@@ -257,13 +273,13 @@ class SandwichLayer(DecoderLayer):
 class DecoderStack(nn.Module):
     """Embedding, layers and final norm; named as in transformers' checkpoints."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, group: RankGroup | None) -> None:
         super().__init__()
         self._embedding_scale = config.embedding_scale
         self._scale_rounded = config.embedding_scale_rounded
         layer_class = SandwichLayer if config.sandwich_norms else DecoderLayer
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(layer_class(config, layer) for layer in config.layers)
+        self.layers = nn.ModuleList(layer_class(config, layer, group) for layer in config.layers)
         self.norm = make_norm(config, config.hidden_size)
 
     def forward(
@@ -290,14 +306,18 @@ class Decoder(nn.Module):
         config: What it computes.
         dtype: Of parameters, activations and KV cache.
         device: Where the parameters are, with values of no meaning until they are loaded; may be "meta".
+        group: The ranks that have the other shares of the model; None where there are none.
     """
 
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, group: RankGroup | None = None
+    ) -> None:
         super().__init__()
         self.config = config
+        self._group = group
         with torch.device(device):
-            self.model = DecoderStack(config).to(dtype)
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False).to(dtype)
+            self.model = DecoderStack(config, group).to(dtype)
+            self.lm_head = Linear(config.hidden_size, config.num_head_rows, bias=False).to(dtype)
         self.rotary = Rotary(config.rotary_tables, device=device)
         self.requires_grad_(False)
 
@@ -325,8 +345,10 @@ class Decoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 `[rows, vocab_size]` from contiguous hidden states `[rows, hidden_size]`."""
+        """fp32 `[rows, vocab_size]` from contiguous hidden states `[rows, hidden_size]`; on other ranks, no rows."""
         logits: Tensor = self.lm_head(hidden)
+        if self._group is not None:
+            logits = self._all_columns(logits, self._group)
         logits = logits.float()
         # In place: the head's output is nobody else's, and as wide as the vocabulary.
         if self.config.logit_divisor != 1:
@@ -334,3 +356,15 @@ class Decoder(nn.Module):
         if (softcap := self.config.logit_softcap) is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
         return logits
+
+    def _all_columns(self, columns: Tensor, group: RankGroup) -> Tensor:
+        """All ranks' logits side by side, on the first one; on the others, no rows."""
+        logits = group.gather_columns(columns, self.config.head_widths) if len(columns) else None
+        return columns.new_empty(0, self.config.vocab_size) if logits is None else logits
+
+
+def sum_over_ranks(part: Tensor, group: RankGroup | None) -> Tensor:
+    """Add up the ranks' parts of a layer's output, in place; where one rank has all of it, it is that."""
+    if group is not None:
+        group.all_reduce_(part)
+    return part

@@ -18,6 +18,9 @@ from lora_core.models.architectures import decoder_config, read_hf_config
 from lora_core.models.decoder import Decoder, DecoderConfig, Linear
 from lora_core.models.quantization import WeightQuantizer, plan_quantization
 from lora_core.models.rotary import Rotary
+from lora_core.models.split import linear_splits, share_of
+from lora_core.parallel.group import RankGroup
+from lora_core.parallel.shard import WHOLE, shard_parameters
 from lora_core.targets import stack_weights
 
 WEIGHTS_FILE = "model.safetensors"
@@ -38,6 +41,7 @@ def load_decoder(
     device: torch.device,
     pack: bool,
     quantization: Quantization = "none",
+    group: RankGroup | None = None,
 ) -> tuple[Decoder, DecoderConfig]:
     """Build the decoder of a checkpoint folder and load its weights.
 
@@ -51,27 +55,36 @@ def load_decoder(
         pack: Reorder the weights that are not quantised for the CPU's matrix kernels; needs `device` to be a CPU.
         quantization: Of the linear layers inside the decoder layers. The head is left alone, as transformers does it,
             and with it an embedding it is tied to.
+        group: The ranks that share the model; this one's share is loaded. None: all of it.
+
+    Returns:
+        The decoder, and what it computes: with a group, the rank's share.
 
     Raises:
         UnsupportedModel: the architecture, or something its configuration asks for, is not served.
-        ConfigError: files are missing or damaged, the tensors are not those the configuration describes, or they
-            cannot be quantised as asked.
+        ConfigError: files are missing or damaged, the tensors are not those the configuration describes, they cannot be
+            quantised as asked, or the model cannot be divided so.
     """
     hf_config = read_hf_config(folder)
-    config = decoder_config(hf_config)
+    whole = decoder_config(hf_config)
+    shard = WHOLE if group is None else group.shard
+    config = share_of(whole, shard)
     checkpoint = read_checkpoint(folder)
     if dtype is None:
         dtype = _checkpoint_dtype(hf_config.dtype, checkpoint)
     # The structure alone: parameters become the loaded tensors, without a copy.
-    decoder = Decoder(config, dtype=dtype, device=torch.device("meta"))
+    decoder = Decoder(config, dtype=dtype, device=torch.device("meta"), group=group)
     for name in [name for name in checkpoint if _DERIVED.search(name)]:
         del checkpoint[name]
-    is_tied = config.tied_head and _has_no_other_head(checkpoint)
+    is_tied = whole.tied_head and _has_no_other_head(checkpoint)
     if is_tied:
         checkpoint.pop(HEAD, None)
-    _check_shapes(checkpoint, decoder, folder, is_tied)
+    described = decoder if group is None else Decoder(whole, dtype=dtype, device=torch.device("meta"))
+    _check_shapes(checkpoint, described, folder, is_tied)
     quantizer = plan_quantization(quantization, _quantizable(decoder), dtype=dtype, device=device)
+    splits = linear_splits(whole) if shard.size > 1 else {}
     for part in _parts(checkpoint):
+        part = shard_parameters(part, splits, shard)
         _load_part(part, decoder, dtype=dtype, device=device, is_tied=is_tied, quantizer=quantizer, pack=pack)
         _return_free_memory()
     decoder.rotary = Rotary(config.rotary_tables, device=device)
@@ -190,7 +203,8 @@ def _load_part(
         # use would keep all of the file in memory.
         state[name] = stacked.pop(name).to(device=device, dtype=dtype, copy=name in part)
     if is_tied and EMBEDDING in state:
-        state[HEAD] = state[EMBEDDING]
+        start, stop = decoder.config.shard.span(decoder.config.vocab_size)
+        state[HEAD] = state[EMBEDDING][start:stop]
     decoder.load_state_dict(state, strict=False, assign=True)
     modules = [decoder.get_submodule(path) for path in dict.fromkeys(name.rpartition(".")[0] for name in state)]
     state.clear()

@@ -21,7 +21,7 @@ NUM_TOKENS = 3
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Every step has a tile table; the kernels that are launched, by name."""
-    monkeypatch.setattr(sys.modules["lora_core.manager"], "build_routing", partial(build_routing, block_m=8))
+    monkeypatch.setattr(sys.modules["lora_core.inputs"], "build_routing", partial(build_routing, block_m=8))
     names: Counter[str] = Counter()
     plain_run: Callable[[Launch], None] = Launch.run
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,9 +45,7 @@ class Configuration:
     @property
     def identity(self) -> Hashable:
         """Equal for launches that run the same machine code."""
-        launch = self.launch
-        arguments = tuple(map(_specialised, launch.kernel.params, launch.arguments))
-        return launch.kernel.fn.__name__, arguments, tuple(sorted((k, repr(v)) for k, v in launch.options.items()))
+        return self.launch.variant
 
 
 class StepTensors:
@@ -179,12 +176,3 @@ def gains(site: Site, tensors: StepTensors) -> Iterator[Configuration]:
     for kernel, bias in (("scale", None), ("scale+bias", tensors.empty(site.out_features))):
         launch = scale_launch(tensors.rows(site.out_features), gain_stack, bias, tensors.tiles, tensors.block_m)
         yield Configuration(kernel, shape, launch, has_product=False)
-
-
-def _specialised(parameter: Any, value: Any) -> Hashable:
-    """What of an argument the compiler makes use of."""
-    if isinstance(value, Tensor):
-        return value.dtype
-    if isinstance(value, int) and not isinstance(value, bool) and not parameter.do_not_specialize:
-        return value == 1, value % 16 == 0
-    return type(value).__name__

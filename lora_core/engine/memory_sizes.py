@@ -1,0 +1,109 @@
+"""What `lora_core.memory_plan` needs to know of a model and a device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+from lora_core.config import EngineSettings, LoRAConfig
+from lora_core.errors import ConfigError
+from lora_core.memory_plan import EngineSizes, MemoryPlan, MemorySettings, gib
+from lora_core.models.decoder import DecoderConfig
+from lora_core.targets import lora_sites
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+_MOST_SPLITS = 2
+"""Planes of partial sums that adapters' products leave of a long prompt's rows; steps of few rows have more of them."""
+
+
+def engine_sizes(
+    config: DecoderConfig, engine: EngineSettings, lora: LoRAConfig, *, dtype: torch.dtype, device: torch.device
+) -> EngineSizes:
+    """The sizes of a decoder, or of a rank's share of it, as this engine holds it."""
+    itemsize = dtype.itemsize
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    stack_itemsize = 4 if device.type == "cpu" else itemsize
+    sites = lora_sites(config.targets, config.projections, config.num_layers)
+    ranks = {site: len(site.slices) * site.in_features + site.out_features for site in sites}
+    attention = 3 * hidden + 2 * (query + 2 * kv) + query
+    mlp = 3 * hidden + 5 * intermediate
+    planes = 4 * _MOST_SPLITS * 3 * lora.max_lora_rank if lora.enable_lora else 0
+    return EngineSizes(
+        weights=_weight_bytes(config, engine, itemsize, device),
+        slot_rank=stack_itemsize * sum(ranks.values()),
+        slot_rank_embeddings=stack_itemsize * sum(size for site, size in ranks.items() if site.kind != "layer"),
+        slot_gains=4 * sum(site.out_features for site in sites),
+        kv_token=config.num_layers * 2 * kv * itemsize,
+        row=itemsize * max(attention, mlp) + planes,
+        # The head's output, the same in fp32, and what sampling makes of it.
+        logits_row=config.vocab_size * (itemsize + 3 * 4),
+    )
+
+
+def memory_settings(engine: EngineSettings, lora: LoRAConfig, *, max_model_len: int, num_graphs: int) -> MemorySettings:
+    """The settings that matter, with what they are where they are unset."""
+    return MemorySettings(
+        max_num_loras=lora.max_num_loras if lora.enable_lora else 0,
+        max_lora_rank=lora.max_lora_rank,
+        max_model_len=max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        block_size=engine.block_size,
+        kv_cache_tokens=engine.kv_cache_tokens,
+        strip_tokens=engine.strip_tokens,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        num_graphs=num_graphs,
+        host_memory_bytes=lora.host_memory_bytes,
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is free of a device's memory; on the CPU no more than the control group of this process leaves it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = int(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError, KeyError):
+        limit = int((_CGROUP / "memory.max").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        used = int((_CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])
+        available = min(available, max(0, limit - used))
+    return available
+
+
+@contextmanager
+def memory_faults(plan: MemoryPlan) -> Iterator[None]:
+    """Within the block, a device that runs out of memory all the same is a ConfigError that says what to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        table = "\n".join(plan.lines())
+        raise ConfigError(
+            f"{plan.device} ran out of memory at start ({str(error).splitlines()[0]}), although "
+            f"{gib(plan.reserved_bytes)} of {gib(plan.usable_bytes)} were planned: lower gpu_memory_utilization (with "
+            f"kv_cache_tokens unset) or kv_cache_tokens, and see what else uses the device\n{table}"
+        ) from error
+
+
+def _weight_bytes(config: DecoderConfig, engine: EngineSettings, itemsize: int, device: torch.device) -> int:
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    outputs = query + 2 * kv + 2 * hidden + 2 * intermediate
+    weights = hidden * (2 * query + 2 * kv + 3 * intermediate)
+    if engine.quantization == "int8":
+        # A scale for each output.
+        layer = float(weights + outputs * itemsize)
+    elif engine.quantization == "int4":
+        # A scale and a zero for each group, of 64 at most half of the time.
+        layer = weights / 2 + 2 * itemsize * weights / 64
+    else:
+        layer = float(weights * itemsize)
+    small = (outputs + 4 * hidden + 2 * config.head_dim) * itemsize
+    table = config.vocab_size * hidden * itemsize
+    is_packed = device.type == "cpu" and engine.pack_weights
+    # Reordered for the CPU's matrix kernels, a tied head is a copy of its own.
+    num_tables = 1 if config.tied_head and not is_packed else 2
+    return int(config.num_layers * (layer + small) + num_tables * table + hidden * itemsize)

@@ -1,0 +1,301 @@
+"""Steps replayed from recordings at bucketed sizes: the same tokens as without, whatever the adapters and lengths."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lora_core.engine.runner
+from kernels import Routing, build_routing
+from kernels.launch import Launch
+from kernels.tuning import row_tile
+from lora_core.engine.buckets import block_buckets, row_buckets, smallest
+from lora_core.engine.decode_graphs import GraphSizes
+from lora_core.engine.engine import LLMEngine
+from lora_core.engine.step_buffers import PendingTokens, fill_pending, upload_step
+from lora_core.layers import Adapted
+from tests.engine.answers import Answer, Answers, Names, ask, assert_nothing_left, finish, make_engine, step
+from tests.engine.operator_recorder import OperatorRecorder
+from tests.engine.test_attention_backends import triton_layout
+from tests.factories import make_adapter, reference_tokens, tiny_model
+from tests.kernels import interpreter
+from tests.kernels.scratch import poisoned_empty
+
+pytest.importorskip("triton")
+interpreter.install()
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 5
+PROMPT = [5, 17, 90, 3, 44]
+Start = Callable[..., LLMEngine]
+
+
+def tiled_routing(*arguments: Any, num_rows: int, max_groups: int, **options: Any) -> Routing:
+    """Routings as on a device with Triton, whose tiles follow from shapes."""
+    block_m = row_tile(num_rows, max_groups, "cpu")
+    return build_routing(*arguments, num_rows=num_rows, max_groups=max_groups, **{**options, "block_m": block_m})
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OperatorRecorder]]:
+    """Runners made meanwhile are as on a device with Triton and graphs, whose scratch memory holds NaN."""
+    recorders: list[OperatorRecorder] = []
+
+    def recorder_for(device: torch.device) -> OperatorRecorder:
+        recorders.append(OperatorRecorder())
+        return recorders[-1]
+
+    monkeypatch.setattr(lora_core.engine.runner, "paged_layout", triton_layout)
+    monkeypatch.setattr(lora_core.engine.runner, "recorder_for", recorder_for)
+    monkeypatch.setattr(sys.modules["lora_core.inputs"], "build_routing", tiled_routing)
+    with poisoned_empty():
+        yield recorders
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_base: Path, tiny_adapters: Names, tmp_path_factory: pytest.TempPathFactory) -> Names:
+    """Adapters of linear layers, one with gains, one of the head, and one of the embedding."""
+    folder = tmp_path_factory.mktemp("kinds")
+    return {
+        "linear": tiny_adapters["linear-r4"],
+        "attention": tiny_adapters["attention-r2"],
+        "dora": make_adapter(tiny_base, folder / "dora", targets=("q_proj", "gate_proj", "down_proj"), use_dora=True),
+        "head": make_adapter(tiny_base, folder / "head", targets=("v_proj", "lm_head"), seed=5),
+        "embedding": make_adapter(tiny_base, folder / "embedding", targets=("o_proj", "embed_tokens"), seed=6),
+    }
+
+
+def start(base: Path, adapters: Names, **options: Any) -> LLMEngine:
+    """An engine whose recordings are made; it serves steps of up to 4 rows with them."""
+    engine = make_engine(
+        base, adapters, **{"slots": 3, "max_num_seqs": 4, "max_model_len": 64, "block_size": 4, **options}
+    )
+    engine.runner.capture_graphs()
+    return engine
+
+
+def ask_for(engine: LLMEngine, request_id: str, name: str | None, size: int = 5, count: int = NUM_TOKENS) -> None:
+    from lora_core.messages import GenerateRequest, SamplingParams
+
+    prompt = PROMPT[:size]
+    engine.add_request(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=count, temperature=0), name))
+
+
+def expected(base: Path, adapters: Names, name: str | None, size: int = 5, count: int = NUM_TOKENS) -> list[int]:
+    return reference_tokens(base, None if name is None else adapters[name], PROMPT[:size], count)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("one_launch", [False, True], ids=["two launches", "one launch"])
+def test_changing_mixes_answer_as_the_reference_does(
+    one_launch: bool,
+    runs_ahead: bool,
+    on_device: list[OperatorRecorder],
+    tiny_base: Path,
+    adapters: Names,
+) -> None:
+    """Requests come and go, so that the same recordings serve one to four rows of none, one and several adapters."""
+    names = {name: adapters[name] for name in ("linear", "attention")}
+    engine = start(
+        tiny_base, names, async_scheduling=runs_ahead, lora_settings={"one_launch": one_launch}, kv_cache_tokens=256
+    )
+    assert on_device[-1].num_recordings == 3 * 2
+    answers: Answers = {}
+    work = [(None, 5), ("linear", 3), ("attention", 5), ("linear", 5), (None, 2)]
+    for index, (name, size) in enumerate(work):
+        ask_for(engine, str(index), name, size)
+        step(engine, answers)
+    finish(engine, answers)
+    for index, (name, size) in enumerate(work):
+        assert answers[str(index)] == Answer(expected(tiny_base, adapters, name, size), "length")
+    assert engine.runner.num_replays >= NUM_TOKENS
+    assert_nothing_left(engine)
+
+
+def test_preempted_and_aborted_requests_answer_as_ever(
+    on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names
+) -> None:
+    names = {"linear": adapters["linear"]}
+    engine = start(tiny_base, names, kv_cache_tokens=24, async_scheduling=True)
+    answers: Answers = {}
+    for index, name in enumerate((None, "linear", "linear", None)):
+        ask_for(engine, str(index), name, count=8)
+    for _ in range(3):
+        step(engine, answers)
+    engine.abort("2")
+    finish(engine, answers)
+    assert engine.preemption_counts[0], "the cache was never too small"
+    for index, name in ((0, None), (1, "linear"), (3, None)):
+        assert answers[str(index)] == Answer(expected(tiny_base, adapters, name, count=8), "length")
+    assert engine.runner.num_replays
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize(("setting", "kinds"), [("common", 2), ("all", 3)])
+def test_adapters_of_every_kind_share_a_batch(
+    setting: str, kinds: int, on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names
+) -> None:
+    """With `common`, steps with gains or an adapted embedding are computed as they are, and the others replayed."""
+    names = {name: adapters[name] for name in ("dora", "head", "embedding")}
+    engine = start(tiny_base, names, cuda_graphs=setting)
+    assert on_device[-1].num_recordings == 3 * kinds
+    for first, second in (("head", None), ("dora", "head"), ("embedding", "dora")):
+        before = engine.runner.num_replays
+        ask_for(engine, "first", first, count=3)
+        ask_for(engine, "second", second, count=3)
+        answers = finish(engine)
+        for request_id, name in (("first", first), ("second", second)):
+            assert answers[request_id] == Answer(expected(tiny_base, adapters, name, count=3), "length"), name
+        is_replayed = setting == "all" or second is None
+        assert engine.runner.num_replays - before == (2 if is_replayed else 0)
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Phi3ForCausalLM"])
+def test_other_architectures(architecture: str, on_device: list[OperatorRecorder], tmp_path: Path) -> None:
+    """Gemma 2: windows, soft caps, a scaled embedding. Phi 3: gate and up are one projection to adapters."""
+    base = tiny_model(tmp_path / "base", architecture)
+    targets = "all-linear"
+    names = {"adapter": make_adapter(base, tmp_path / "adapter", targets=targets, seed=2)}
+    engine = start(base, names, cuda_graphs="all", slots=1, max_num_seqs=2)
+    ask_for(engine, "adapted", "adapter", count=4)
+    ask_for(engine, "base", None, count=4)
+    answers = finish(engine)
+    assert answers["adapted"].tokens == expected(base, names, "adapter", count=4)
+    assert answers["base"].tokens == expected(base, names, None, count=4)
+    assert engine.runner.num_replays == 3
+
+
+def test_base_rows_do_not_notice_adapters_nor_padding(
+    on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits: list[list[Tensor]] = []
+    for neighbour in ("linear", None):
+        engine = start(tiny_base, {"linear": adapters["linear"]})
+        logits.append([])
+        run = engine.runner.run
+
+        def record(batch: Any, run: Any = run, into: list[Tensor] = logits[-1]) -> Tensor:
+            found: Tensor = run(batch)
+            into.append(found[[row.request.request_id == "base" for row in batch.rows]].clone())
+            return found
+
+        engine.runner.run = record  # type: ignore[method-assign]
+        for request_id, name in (("base", None), ("one", neighbour), ("two", neighbour)):
+            ask_for(engine, request_id, name, count=3)
+        finish(engine)
+        assert engine.runner.num_replays == 2
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
+
+
+def test_no_step_launches_a_kernel_that_was_not_compiled_at_start(
+    on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `compile_kernels` compiles on a device, before any adapter is loaded."""
+    engine = start(tiny_base, {}, cuda_graphs="all", max_num_batched_tokens=32)
+    known = {launch.variant for launch in engine.runner.kernel_launches()}
+    launched: Counter[Any] = Counter()
+    plain_run: Callable[[Launch], None] = Launch.run
+
+    def run(launch: Launch) -> None:
+        if launch.programs:
+            launched[launch.variant] += 1
+        plain_run(launch)
+
+    monkeypatch.setattr(Launch, "run", run)
+    for name, path in adapters.items():
+        engine.manager.load_adapter(f"{name}={path}")
+    for index, (name, size) in enumerate([("linear", 5), ("dora", 1), (None, 3), ("head", 5), ("embedding", 4)]):
+        ask_for(engine, str(index), name, size, count=3)
+    ask(engine, "long", "linear", 20, max_tokens=2)
+    finish(engine)
+    monkeypatch.undo()
+    assert len({variant[0] for variant in launched}) >= 8
+    assert not [variant for variant in launched if variant not in known]
+
+
+def test_settings_leave_graphs_out(on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names) -> None:
+    none = start(tiny_base, {}, cuda_graphs="none")
+    ask_for(none, "a", None)
+    finish(none)
+    assert none.runner.num_replays == 0
+    small = start(tiny_base, {}, slots=0, max_graph_seqs=1)
+    assert on_device[-1].num_recordings == 1
+    for index in range(2):
+        ask_for(small, str(index), None, count=2 + 2 * index)
+    answers = finish(small)
+    # While both run, steps are larger than the graph.
+    assert small.runner.num_replays == 2
+    assert answers["1"].tokens == expected(tiny_base, {}, None, count=4)
+
+
+def test_without_a_device_nothing_is_captured(tiny_base: Path, tiny_adapters: Names) -> None:
+    engine = make_engine(tiny_base, {})
+    engine.warm_up()
+    assert engine.runner.num_replays == 0
+    assert engine.runner.kernel_launches() == []
+
+
+# Sizes and buffers
+
+
+def test_row_buckets_are_few_and_near() -> None:
+    assert row_buckets(64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    assert row_buckets(1) == (1,)
+    assert row_buckets(7) == (1, 2, 4, 7)
+    assert row_buckets(300)[-3:] == (192, 256, 300)
+    for most in range(1, 300):
+        buckets = row_buckets(most)
+        assert list(buckets) == sorted(set(buckets))
+        assert buckets[-1] == most
+        for rows in range(1, most + 1):
+            found = smallest(buckets, rows)
+            assert found is not None
+            assert rows <= found <= 2 * rows
+        assert smallest(buckets, most + 1) is None
+
+
+def test_block_buckets_reach_the_longest_text() -> None:
+    assert block_buckets(2048, 16) == (128,)
+    assert block_buckets(4096, 16) == (256,)
+    assert block_buckets(131072, 16) == (256, 1024, 4096, 8192)
+    assert block_buckets(4097, 100) == (41, 41)[:1] + (41,)[:0] or block_buckets(4097, 100)[-1] == 41
+
+
+@pytest.mark.parametrize(
+    ("setting", "has_lora", "kinds"),
+    [
+        ("none", True, ()),
+        ("common", True, (Adapted.NOTHING, Adapted.LAYERS)),
+        ("all", True, (Adapted.NOTHING, Adapted.LAYERS, Adapted.EVERYTHING)),
+        ("all", False, (Adapted.NOTHING,)),
+    ],
+)
+def test_kinds_of_graphs(setting: str, has_lora: bool, kinds: Sequence[Adapted]) -> None:
+    sizes = GraphSizes.choose(setting, max_rows=8, max_model_len=8192, block_size=16, has_lora=has_lora)
+    assert sizes.adapted == tuple(kinds)
+    assert sizes.num_graphs == 4 * 2 * len(kinds)
+    assert next(iter(sizes.tables)) == (8, 512)
+
+
+def test_buffers_are_written_in_place_and_pending_tokens_put_where_they_are_read() -> None:
+    def rows(first: int) -> tuple[Any, Any, Any]:
+        return np.arange(first, first + 3), np.arange(3) + 10, np.arange(12) + first
+
+    buffers = upload_step(*rows(0), CPU)
+    addresses = [view.data_ptr() for view in buffers]
+    again = upload_step(*rows(5), CPU, buffers)
+    assert [view.data_ptr() for view in again] == addresses
+    assert again.token_ids.tolist() == [5, 6, 7]
+    assert again.positions.tolist() == [10, 11, 12]
+    assert again.write_rows.tolist() == list(range(5, 17))
+    fill_pending(again.token_ids, PendingTokens(torch.tensor([70, 80]), np.array([0, 2]), np.array([1, 0])))
+    assert again.token_ids.tolist() == [80, 6, 70]
+    with pytest.raises(AssertionError, match="do not fill"):
+        upload_step(*rows(0), CPU, again._replace(buffer=again.buffer[:4]))

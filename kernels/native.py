@@ -70,7 +70,8 @@ def _opened(source: Path, compiler: str, *, openmp: bool) -> ctypes.CDLL:
 def _compiled(source: Path, compiler: str, *, openmp: bool) -> Path:
     """The shared library, compiled now where it is not in the cache."""
     flags = (*FLAGS, "-fopenmp") if openmp else FLAGS
-    parts = [source.read_bytes(), *(part.encode() for part in (*flags, _version(compiler), _processor()))]
+    headers = [header.read_bytes() for header in sorted(source.parent.glob("*.h"))]
+    parts = [source.read_bytes(), *headers, *(part.encode() for part in (*flags, _version(compiler), _processor()))]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
     library = _folder() / f"{source.stem}-{digest}.so"
     if not library.exists():

@@ -92,6 +92,7 @@ def test_a_kernel_that_computes_wrongly_is_not_used(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Path(sgmv_native.__file__).with_name(SOURCE).read_text()
+    shutil.copy(Path(sgmv_native.__file__).with_name("native_vectors.h"), cache.parent)
     wrong = cache.parent / SOURCE
     wrong.write_text(source.replace("*(f8 *)((float *)y + at) += delta;", "*(f8 *)((float *)y + at) -= delta;"))
     assert wrong.read_text() != source

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.pieces import Batch, Loop, cut
+from kernels.loops import Loop, cut
 from kernels.step_buffer import upload
 from kernels.support import triton_fault, warn_of_fallback
 from kernels.tuning import device_name, num_tiles, row_tile
@@ -68,7 +68,7 @@ class Routing:
     _parts: "dict[frozenset[int], Routing | None]" = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
-    def pieces(self) -> tuple[Loop | Batch, ...]:
+    def loops(self) -> tuple[Loop, ...]:
         """The groups as the CPU path multiplies them, cut once a step and shared by all its layers."""
         return cut(self.groups, self.slot_ranks)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import Routing
+from kernels.sgmv_native import sgmv_function
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.attention import (
     AttentionMetadata,
@@ -118,6 +119,9 @@ class ModelRunner:
         self._wrapper: LoRAModelWrapper | None = None
         self._head: LoRALayer | None = None
         if lora_config.enable_lora:
+            if self.device.type == "cpu":
+                # Compiled where it is not in the cache: no request waits for that.
+                sgmv_function()
             self._wrapper = self.manager.wrap(self._decoder)
             self.manager.bind_inputs(self.manager.input_buffers())
             self._head = next((layer for _, layer in lora_layers(self._decoder) if layer.site.kind == "head"), None)

@@ -48,12 +48,12 @@ class Ours:
         self._checked: set[tuple[int, int]] = set()
 
     def prepare(self, step: Step) -> None:
-        """Cut the groups into pieces anew, as each step does."""
+        """Cut the groups anew, as each step does."""
         shape = step.routing.num_rows, step.dtype
         if shape != self._shape:
             self._shape, self._checked = shape, set()
         self._routing = replace(step.routing)
-        _ = self._routing.pieces
+        _ = self._routing.loops
 
     def add(self, x: Tensor, y: Tensor, layer: int, site: int) -> None:
         """One call; its arguments are checked at the first of its shape, as a LoRA layer has it."""

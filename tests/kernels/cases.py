@@ -62,13 +62,17 @@ class Case:
         if activation == "silu" and result.dtype != torch.float32:
             assert (result != expected).sum() <= 1 + result.numel() // 1000
 
-    def check(self) -> None:
-        """sgmv equals the reference to the bit, leaves base rows alone, and changes what it should."""
+    def check(self, *, changes: bool = True) -> None:
+        """sgmv equals the reference to the bit, leaves base rows alone, and changes what it should.
+
+        Args:
+            changes: Whether rows with an adapter must change: a few products may add up to nothing.
+        """
         result, expected, end = self.result(), self.expected(), self.routing.end
         assert not result.isnan().any()
         assert same_bits(result[end:], self.y[end:])
         assert torch.equal(result, expected), f"largest error {(result.float() - expected.float()).abs().max()}"
-        if any(self.routing.slot_ranks[group.slot] for group in self.routing.groups):
+        if changes and any(self.routing.slot_ranks[group.slot] for group in self.routing.groups):
             assert not torch.equal(result[:end], self.y[:end])
 
 

@@ -5,19 +5,29 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build_routing, sgmv, sgmv_cpu
 from kernels.bf16_copies import Bf16Copies
+from kernels.sgmv_native import sgmv_function
 from tests.kernels.cases import POPULARITIES, make_case, popular_groups, with_random_values
 
 CPU = torch.device("cpu")
 CLONE = torch.ops.aten.clone.default
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SITES = (((576, 192, 192), 576), ((1536, 1536), 576), ((576,), 1536))
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every test runs with the compiled kernel, and as where there is no compiler."""
+    assert sgmv_function() is not None, "the project needs a C compiler"
+    if request.param == "torch":
+        monkeypatch.setattr(sgmv_cpu, "sgmv_function", lambda: None)
+    return bool(request.param == "compiled")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -261,7 +271,7 @@ class LargestResult(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.dictionaries(st.integers(0, 9), st.integers(1, 70), min_size=1, max_size=8),
     slices=st.lists(st.sampled_from([8, 16, 24, 5]), min_size=1, max_size=4),

@@ -57,7 +57,7 @@ DRAWN = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCh
 @given(case=cases(WIDTHS))
 def test_any_shape_equals_the_reference(case: Case) -> None:
     with poisoned_empty():
-        case.check()
+        case.check(changes=False)
     assert case.routing.counters is None or not case.routing.counters.any()
 
 

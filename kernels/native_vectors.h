@@ -1,0 +1,63 @@
+/* What the C sources of this folder share: vectors of eight fp32 numbers, bf16, and the threads of torch. The vector
+ * extensions are those of gcc 9 and clang 5, and later ones.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#ifdef _OPENMP
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+#endif
+
+typedef float f4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float f16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float f8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t i8 __attribute__((vector_size(32)));
+typedef uint32_t u8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint16_t h8 __attribute__((vector_size(16), aligned(2), may_alias));
+
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
+#endif
+
+enum { FP32 = 0, BF16 = 1 };
+
+static inline float widened(uint16_t value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+
+/* To nearest, ties to even, as torch rounds; what is no number stays none. */
+static inline uint16_t rounded(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+static inline f8 widened8(const uint16_t *from) {
+    return (f8)(__builtin_convertvector(*(const h8 *)from, u8) << 16);
+}
+
+static inline void round8(uint16_t *to, f8 values) {
+    u8 bits = (u8)values;
+    u8 none = (u8)((bits & 0x7fffffffu) > 0x7f800000u);
+    u8 near = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    *(h8 *)to = __builtin_convertvector((near & ~none) | (none & 0x7fc0u), h8);
+}
+
+/* Lane i of the result is the sum of the lanes of p[i]. */
+static inline f8 sums8(const f8 *p) {
+    f8 t[4], u[2];
+    for (int i = 0; i < 4; i++)
+        t[i] = PICK(p[2 * i], p[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+               PICK(p[2 * i], p[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (int i = 0; i < 2; i++)
+        u[i] = PICK(t[2 * i], t[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+               PICK(t[2 * i], t[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return PICK(u[0], u[1], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(u[0], u[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}

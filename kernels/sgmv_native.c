@@ -1,0 +1,270 @@
+/* SGMV on the CPU: every weight is read once, in the order it lies in, straight from the stacks.
+ *
+ * For each group with slot s and rows r, and each projection p with columns c of the output:
+ *     v = x[r] @ a[s, p*R : p*R + rank].T          (fp32)
+ *     y[r, c] += v @ b[s, c, : rank].T             (fp32, one rounding into y)
+ *
+ * Only `rank` rows of A are read, and columns of B as far as the next multiple of 8, of which those past `rank` are not
+ * used. What a row gets does not depend on the number of threads.
+ */
+#include "native_vectors.h"
+
+enum { LANES = 16, MAX_RANK = 256, TILE = 16 * MAX_RANK /* values of B that are turned at once: 16 KB */ };
+
+typedef struct {
+    int32_t slot, start, stop, rank;
+} Group;
+
+/* One call, as `kernels.sgmv_native` packs it: no padding between the fields. */
+typedef struct {
+    const void *x;         /* [T, width], rows x_stride values apart; or NULL, where scratch begins with the low-rank rows */
+    void *y;               /* [T, out], rows y_stride values apart */
+    const float *a;        /* [N, projections * max_rank, width] */
+    const float *b;        /* [N, out, max_rank] */
+    const Group *groups;   /* [num_groups], none of rank 0, together all T rows */
+    const int32_t *slices; /* [projections], adding up to out */
+    float *scratch;        /* [T, projections * max_rank], then, for bf16, [T, width] */
+    int64_t x_stride, y_stride;
+    int32_t dtype, width, out, max_rank, projections, num_groups, num_threads, unused;
+} Call;
+
+static inline float sum16(f16 v) {
+    f4 p[4];
+    memcpy(p, &v, 64);
+    f4 sum = (p[0] + p[1]) + (p[2] + p[3]);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+/* v[n][m] = x[n] . a[m] for N rows and M rank rows; each is added up as if it were alone. */
+#define DOTS(NAME, N, M)                                                                                               \
+    static inline void NAME(const float *x, int64_t x_stride, const float *a, int width, float *v, int64_t v_stride) { \
+        f16 sums[N][M];                                                                                                \
+        for (int n = 0; n < N; n++)                                                                                    \
+            for (int m = 0; m < M; m++) sums[n][m] = (f16){0};                                                         \
+        int k = 0;                                                                                                     \
+        for (; k + LANES <= width; k += LANES) {                                                                       \
+            f16 weights[M];                                                                                            \
+            for (int m = 0; m < M; m++) weights[m] = *(const f16 *)(a + (int64_t)m * width + k);                       \
+            for (int n = 0; n < N; n++) {                                                                              \
+                f16 row = *(const f16 *)(x + n * x_stride + k);                                                        \
+                for (int m = 0; m < M; m++) sums[n][m] += row * weights[m];                                            \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int n = 0; n < N; n++)                                                                                    \
+            for (int m = 0; m < M; m++) {                                                                              \
+                float sum = sum16(sums[n][m]);                                                                         \
+                for (int rest = k; rest < width; rest++) sum += x[n * x_stride + rest] * a[(int64_t)m * width + rest]; \
+                v[n * v_stride + m] = sum;                                                                             \
+            }                                                                                                          \
+    }
+DOTS(dots_1x1, 1, 1)
+DOTS(dots_1x4, 1, 4)
+DOTS(dots_4x1, 4, 1)
+DOTS(dots_4x4, 4, 4)
+
+static inline void add8(void *y, int dtype, int64_t at, f8 delta) {
+    if (dtype == FP32)
+        *(f8 *)((float *)y + at) += delta;
+    else
+        round8((uint16_t *)y + at, widened8((const uint16_t *)y + at) + delta);
+}
+
+static inline void add1(void *y, int dtype, int64_t at, float delta) {
+    if (dtype == FP32)
+        ((float *)y)[at] += delta;
+    else
+        ((uint16_t *)y)[at] = rounded(widened(((uint16_t *)y)[at]) + delta);
+}
+
+/* One thread's share of rows of x, widened to fp32. */
+static void widen(const Call *call, int64_t num_rows, float *rows, int thread, int threads) {
+    for (int64_t row = num_rows * thread / threads; row < num_rows * (thread + 1) / threads; row++) {
+        const uint16_t *from = (const uint16_t *)call->x + row * call->x_stride;
+        float *to = rows + row * call->width;
+        int k = 0;
+        for (; k + 8 <= call->width; k += 8) *(f8 *)(to + k) = widened8(from + k);
+        for (; k < call->width; k++) to[k] = widened(from[k]);
+    }
+}
+
+/* One thread's share of a group's rank rows of all projections. */
+static void shrink(const Call *call, Group group, const float *rows, int64_t stride, float *low, int thread, int threads) {
+    int num_rows = group.stop - group.start, width = call->width, live = call->projections * group.rank;
+    int64_t low_stride = (int64_t)call->projections * call->max_rank;
+    const float *a = call->a + (int64_t)group.slot * low_stride * width;
+    int index = live * thread / threads, last = live * (thread + 1) / threads;
+    while (index < last) {
+        int j = index % group.rank, left = group.rank - j < last - index ? group.rank - j : last - index;
+        int count = left >= 4 ? 4 : 1;
+        int64_t row = (int64_t)(index / group.rank) * call->max_rank + j;
+        const float *weights = a + row * width;
+        float *v = low + row;
+        int n = 0;
+        for (; n + 4 <= num_rows; n += 4)
+            (count == 4 ? dots_4x4 : dots_4x1)(rows + n * stride, stride, weights, width, v + n * low_stride, low_stride);
+        for (; n < num_rows; n++)
+            (count == 4 ? dots_1x4 : dots_1x1)(rows + n * stride, stride, weights, width, v + n * low_stride, low_stride);
+        index += count;
+    }
+}
+
+/* b[i] . v for eight rows of B. */
+static inline f8 products8(const float *b, int64_t stride, const float *v, int rank) {
+    f8 result = {0};
+    int j = 0;
+    if (rank >= 8) {
+        f8 p[8], low = *(const f8 *)v;
+        for (int i = 0; i < 8; i++) p[i] = *(const f8 *)(b + i * stride) * low;
+        for (j = 8; j + 8 <= rank; j += 8) {
+            low = *(const f8 *)(v + j);
+            for (int i = 0; i < 8; i++) p[i] += *(const f8 *)(b + i * stride + j) * low;
+        }
+        result = sums8(p);
+    }
+    if (j + 4 <= rank) {
+        f4 p[8], low = *(const f4 *)(v + j);
+        for (int i = 0; i < 8; i++) p[i] = *(const f4 *)(b + i * stride + j) * low;
+        for (int i = 0; i < 8; i++) result[i] += (p[i][0] + p[i][1]) + (p[i][2] + p[i][3]);
+        j += 4;
+    }
+    for (; j < rank; j++)
+        for (int i = 0; i < 8; i++) result[i] += b[i * stride + j] * v[j];
+    return result;
+}
+
+/* Add 8 output columns to the few rows of a group, straight from B. */
+static inline void expand8(const Call *call, Group group, const float *b, const float *v, int column) {
+    int64_t stride = (int64_t)call->projections * call->max_rank;
+    for (int64_t row = group.start; row < group.stop; row++, v += stride)
+        add8(call->y, call->dtype, row * call->y_stride + column, products8(b, call->max_rank, v, group.rank));
+}
+
+/* turned[2 * j] = column j of 8 rows of B, for 8 columns. */
+static inline void turn8x8(const float *b, int64_t stride, f8 *turned) {
+    f8 r[8], t[8], u[8];
+    for (int i = 0; i < 8; i++) r[i] = *(const f8 *)(b + i * stride);
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = PICK(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        t[i + 1] = PICK(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        u[i] = PICK(t[i], t[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+        u[i + 1] = PICK(t[i], t[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        u[i + 2] = PICK(t[i + 1], t[i + 3], 0, 1, 8, 9, 4, 5, 12, 13);
+        u[i + 3] = PICK(t[i + 1], t[i + 3], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+    for (int i = 0; i < 4; i++) {
+        turned[2 * i] = PICK(u[i], u[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        turned[2 * (i + 4)] = PICK(u[i], u[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+
+/* turned[2 * j], turned[2 * j + 1] = column j of 16 rows of B, for `rank` columns and up to 7 more, which may be anything. */
+static inline void turn(const float *b, int64_t stride, int rank, f8 *turned) {
+    int j = 0;
+    /* Columns past the rank are read where the row has them: they are turned, too, and not used. */
+    for (; j < rank && j + 8 <= stride; j += 8) {
+        turn8x8(b + j, stride, turned + 2 * j);
+        turn8x8(b + 8 * stride + j, stride, turned + 2 * j + 1);
+    }
+    for (; j < rank; j++)
+        for (int i = 0; i < LANES; i++) ((float *)turned)[j * LANES + i] = b[i * stride + j];
+}
+
+/* Add 16 output columns to `count` rows of y: 4 or 1. */
+static inline void add_rows(const Call *call, const f8 *turned, int rank, const float *v, int64_t row, int column, int count) {
+    int64_t stride = (int64_t)call->projections * call->max_rank;
+    f8 sums[4][2] = {0};
+    for (int j = 0; j < rank; j++)
+        for (int i = 0; i < count; i++) {
+            sums[i][0] += turned[2 * j] * v[i * stride + j];
+            sums[i][1] += turned[2 * j + 1] * v[i * stride + j];
+        }
+    for (int i = 0; i < count; i++) {
+        int64_t at = (row + i) * call->y_stride + column;
+        add8(call->y, call->dtype, at, sums[i][0]);
+        add8(call->y, call->dtype, at + 8, sums[i][1]);
+    }
+}
+
+/* Add `blocks` times 16 output columns to all rows of a group: as many as `TILE` holds of B. */
+static void expand_tile(const Call *call, Group group, const float *b, const float *v, int column, int blocks) {
+    int64_t row = group.start, stride = (int64_t)call->projections * call->max_rank;
+    int size = 2 * ((group.rank + 7) / 8 * 8);
+    f8 turned[2 * TILE / LANES];
+    for (int i = 0; i < blocks; i++)
+        turn(b + (int64_t)i * LANES * call->max_rank, call->max_rank, group.rank, turned + i * size);
+    for (; row + 4 <= group.stop; row += 4, v += 4 * stride)
+        for (int i = 0; i < blocks; i++)
+            add_rows(call, turned + i * size, group.rank, v, row, column + i * LANES, 4);
+    for (; row < group.stop; row++, v += stride)
+        for (int i = 0; i < blocks; i++)
+            add_rows(call, turned + i * size, group.rank, v, row, column + i * LANES, 1);
+}
+
+/* A group's output columns [first, last), all of one projection. */
+static void expand_columns(const Call *call, Group group, const float *low, int projection, int first, int last) {
+    int64_t stride = (int64_t)call->projections * call->max_rank, max_rank = call->max_rank;
+    const float *b = call->b + (int64_t)group.slot * call->out * max_rank;
+    const float *v = low + (int64_t)projection * max_rank;
+    int column = first;
+    if (group.stop - group.start < 4) {
+        for (; column + 8 <= last; column += 8) expand8(call, group, b + column * max_rank, v, column);
+    } else {
+        int most = TILE / LANES / ((group.rank + 7) / 8 * 8);
+        while (column + LANES <= last) {
+            int blocks = (last - column) / LANES < most ? (last - column) / LANES : most;
+            expand_tile(call, group, b + column * max_rank, v, column, blocks);
+            column += blocks * LANES;
+        }
+    }
+    for (; column < last; column++)
+        for (int n = 0; n < group.stop - group.start; n++) {
+            float sum = 0;
+            for (int j = 0; j < group.rank; j++) sum += b[column * max_rank + j] * v[n * stride + j];
+            add1(call->y, call->dtype, (group.start + n) * call->y_stride + column, sum);
+        }
+}
+
+/* One thread's share of a group's output columns. Shares begin at a multiple of LANES within a projection. */
+static void expand(const Call *call, Group group, const float *low, int thread, int threads) {
+    int offset = 0;
+    for (int p = 0; p < call->projections; p++) {
+        int width = call->slices[p], blocks = (width + LANES - 1) / LANES;
+        int first = blocks * thread / threads * LANES, last = blocks * (thread + 1) / threads * LANES;
+        if (last > width) last = width;
+        if (first < last) expand_columns(call, group, low, p, offset + first, offset + last);
+        offset += width;
+    }
+}
+
+void lora_fleet_sgmv(const Call *call) {
+    int64_t num_rows = call->groups[call->num_groups - 1].stop, low_stride = (int64_t)call->projections * call->max_rank;
+    int is_fp32 = call->dtype == FP32;
+    float *low = call->scratch, *wide = low + num_rows * low_stride;
+    int64_t stride = is_fp32 ? call->x_stride : call->width;
+    const float *rows = is_fp32 ? (const float *)call->x : wide;
+#pragma omp parallel num_threads(call->num_threads) if (call->num_threads > 1)
+    {
+        int thread = 0, threads = 1;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+        threads = omp_get_num_threads();
+#endif
+        if (call->x) {
+            if (!is_fp32) {
+                widen(call, num_rows, wide, thread, threads);
+#pragma omp barrier
+            }
+            for (int g = 0; g < call->num_groups; g++) {
+                Group group = call->groups[g];
+                shrink(call, group, rows + group.start * stride, stride, low + group.start * low_stride, thread, threads);
+            }
+#pragma omp barrier
+        }
+        for (int g = 0; g < call->num_groups; g++) {
+            Group group = call->groups[g];
+            expand(call, group, low + group.start * low_stride, thread, threads);
+        }
+    }
+}

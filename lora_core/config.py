@@ -111,14 +111,6 @@ class EngineSettings(Settings):
             "slots, graphs and a step's activations leave of it is the KV cache's, with kv_cache_tokens unset."
         ),
     )
-    strip_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        description=(
-            "On CPU: tokens of decoding requests whose keys and values are held a second time, in an order that is "
-            "read faster; memory is taken as they come. Unset: as many as kv_cache_tokens; 0: none."
-        ),
-    )
     enable_prefix_caching: bool = Field(
         default=True,
         description="Keep the KV blocks of ended requests for those that begin with the same text, adapter by adapter.",

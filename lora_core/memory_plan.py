@@ -55,7 +55,6 @@ class MemorySettings:
     max_num_batched_tokens: int
     block_size: int
     kv_cache_tokens: int | None
-    strip_tokens: int | None = None
     gpu_memory_utilization: float = 1.0
     num_graphs: int = 0
     host_memory_bytes: int = 0
@@ -120,7 +119,7 @@ def plan_memory(sizes: EngineSizes, settings: MemorySettings, *, device: str, fr
     """Share a device's memory out.
 
     On a GPU (any device whose name does not begin with "cpu") adapter slots are allocated whole and the KV cache gets
-    the rest; on a CPU slots and strips take memory as they are used.
+    the rest; on a CPU slots take memory as they are used.
 
     Args:
         sizes: Of the model.
@@ -146,9 +145,6 @@ def plan_memory(sizes: EngineSizes, settings: MemorySettings, *, device: str, fr
     tokens = num_blocks * settings.block_size
     why = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "what is left"
     kv = Part("KV cache", tokens * sizes.kv_token, f"{tokens} tokens of {sizes.kv_token} bytes ({why})")
-    if not is_gpu and settings.strip_tokens != 0:
-        strip_tokens = tokens if settings.strip_tokens is None else settings.strip_tokens
-        parts.append(Part("strips", strip_tokens * sizes.kv_token, f"strip_tokens {strip_tokens}", False))
     plan = MemoryPlan(device, free_bytes, usable, (parts[0], kv, *parts[1:]), tokens)
     if plan.reserved_bytes > usable:
         raise ConfigError(_refusal(plan, sizes, settings, is_gpu))

@@ -1,9 +1,9 @@
 """Attention over a paged KV cache: where a step writes its keys and values, and which pages each sequence reads.
 
 All of a step's index arithmetic is done once, on the host, by `build_attention`, and shared by its layers. Pages are
-read by the Triton kernels of `kernels.paged_attention` where a device runs them; in plain torch elsewhere they are
-gathered, unless a sequence that decodes has a second copy in strips (`lora_core.engine.strips`). What `build_attention`
-was given decides, and `attend` follows.
+read where they lie by the Triton kernels of `kernels.paged_attention`, where a device runs them, and for sequences that
+decode on the CPU by `kernels.decode_attention`; elsewhere they are gathered in plain torch. What `build_attention` was
+given decides, and `attend` follows.
 """
 
 import logging
@@ -18,35 +18,26 @@ from torch import Tensor
 from kernels import PagedLayout, PagedSchedule, build_paged_schedule, paged_attention
 from kernels.paged_attention import layout_fault
 from kernels.support import triton_fault, warn_of_fallback
-from lora_core.engine.gathered_attention import AttentionReads, StepSequences, attend_gathered, build_reads
-from lora_core.engine.kv_cache import Ints, KVLayout, StripFill
+from lora_core.engine.gathered_attention import (
+    AttentionReads,
+    StepSequences,
+    attend_gathered,
+    build_decodes,
+    build_reads,
+    is_compiled,
+)
+from lora_core.engine.kv_cache import Ints, KVLayout
 from lora_core.engine.step_buffers import to_device
-from lora_core.engine.strips import Strips, StripStep
 
 logger = logging.getLogger(__name__)
 
 
 class SequenceSpan(NamedTuple):
-    """What one row of the batch computes: the last `q_len` of `kv_len` tokens, kept in the blocks of `block_table`.
-
-    For a sequence that may attend to strips it is the sequence's own list, see `Strips`.
-    """
+    """What one row of the batch computes: the last `q_len` of `kv_len` tokens, kept in the blocks of `block_table`."""
 
     q_len: int
     kv_len: int
     block_table: Sequence[int]
-
-
-class StripWrites(NamedTuple):
-    """The new tokens that are written to strips as well, M of them.
-
-    Attributes:
-        rows: int64 `[M * 2 * num_kv_heads]`, where to, see `KVLayout.strip_token_rows`.
-        sources: int64 `[M]`, their token rows; None when they are all rows of the step, in order.
-    """
-
-    rows: Tensor
-    sources: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -56,20 +47,16 @@ class AttentionMetadata:
     Attributes:
         write_rows: int64 `[T * 2 * num_kv_heads]`, where the step's keys and values go, see `KVLayout.token_rows`.
         fresh_blocks: int64, blocks whose first token this step writes: to be cleared before it; None without any, and
-            for the Triton kernels, which never load what a block holds past its sequence's end.
+            where nothing reads what a block holds past its sequence's end, as the kernels do not.
         reads: What is gathered, by window in tokens; None is the whole past. Windows that reach past every sequence
             share one object. Empty where the Triton kernels attend.
         schedule: What the Triton kernels read, for all windows; None where pages are gathered.
-        strip_fill: What is to be copied into strips before the step, once `fresh_blocks` are cleared.
-        strip_writes: What is written to strips as well as to blocks.
     """
 
     write_rows: Tensor
     fresh_blocks: Tensor | None
     reads: Mapping[int | None, AttentionReads]
     schedule: PagedSchedule | None = None
-    strip_fill: StripFill | None = None
-    strip_writes: StripWrites | None = None
 
 
 def paged_layout(layout: KVLayout, num_heads: int, *, dtype: torch.dtype, device: torch.device) -> PagedLayout | None:
@@ -103,8 +90,6 @@ def build_attention(
     dtype: torch.dtype,
     device: torch.device,
     paged: PagedLayout | None = None,
-    num_heads: int = 0,
-    strips: Strips | None = None,
 ) -> AttentionMetadata:
     """Lay out a step's attention from its sequences, in row order.
 
@@ -116,8 +101,6 @@ def build_attention(
         dtype: Of the model's activations.
         device: Where the step runs.
         paged: What `paged_layout` gives for the model: the Triton kernels attend. None: pages are gathered.
-        num_heads: Query heads; needed with `strips`.
-        strips: Those of the cache, which take note of the step. Without them every sequence gathers its pages.
     """
     q_lens = np.array([span.q_len for span in spans])
     kv_lens = np.array([span.kv_len for span in spans])
@@ -131,20 +114,16 @@ def build_attention(
     if paged is not None:
         return AttentionMetadata(write_rows, None, {}, _schedule(spans, q_lens, kv_lens, paged, device))
 
-    fresh = blocks[offsets == 0]
     longest = int(kv_lens.max())
     narrowed = {window: None if window is None or window >= longest else window for window in windows}
-    placed = None
-    if strips is not None:
-        placed = strips.place([span.block_table for span in spans], q_lens, kv_lens, tables, fresh)
-    step = StepSequences(q_lens, kv_lens, row_offsets, tables, layout, num_heads, placed, dtype, device)
-    reads = {window: build_reads(step, window) for window in set(narrowed.values())}
+    step = StepSequences(q_lens, kv_lens, row_offsets, tables, layout, dtype, device)
+    compiled = build_decodes(step)
+    reads = {window: build_reads(step, window, compiled) for window in set(narrowed.values())}
+    fresh = blocks[:0] if is_compiled(step) else blocks[offsets == 0]
     return AttentionMetadata(
         write_rows=write_rows,
         fresh_blocks=to_device(fresh, device) if fresh.size else None,
         reads={window: reads[narrow] for window, narrow in narrowed.items()},
-        strip_fill=None if placed is None else _strip_fill(placed, layout, device),
-        strip_writes=None if placed is None else _strip_writes(placed, step),
     )
 
 
@@ -165,10 +144,6 @@ def write_kv(cache: Tensor, key_values: Tensor, attention: AttentionMetadata) ->
     head_dim = cache.shape[-1]
     tokens, heads = cache.view(-1, head_dim), key_values.reshape(-1, head_dim)
     tokens.index_copy_(0, attention.write_rows, heads)
-    if (writes := attention.strip_writes) is not None:
-        if writes.sources is not None:
-            heads = key_values.index_select(0, writes.sources).view(-1, head_dim)
-        tokens.index_copy_(0, writes.rows, heads)
 
 
 def attend(
@@ -202,7 +177,7 @@ def attend(
     if attention.schedule is not None:
         out = paged_attention(queries, cache, attention.schedule, scale=scale, window=window, softcap=softcap)
     else:
-        out = attend_gathered(queries, key_values, cache, attention.reads[window], scale, softcap)
+        out = attend_gathered(queries, key_values, cache, attention.reads[window], scale, window, softcap)
     return out.flatten(1)
 
 
@@ -218,31 +193,6 @@ def _padded_tables(spans: Sequence[SequenceSpan], kv_lens: Ints, layout: KVLayou
         table[:count] = span.block_table[:count]
         table[count:] = span.block_table[0]
     return tables
-
-
-def _strip_fill(step: StripStep, layout: KVLayout, device: torch.device) -> StripFill | None:
-    if not step.sources and not step.cleared:
-        return None
-
-    def rows(places: Sequence[tuple[int, int]]) -> Tensor | None:
-        if not places:
-            return None
-        strips, slots = np.array(places).T
-        return to_device(layout.strip_page_rows(strips, slots).reshape(-1), device)
-
-    sources = layout.page_rows(np.array(step.sources)).reshape(-1) if step.sources else None
-    return StripFill(None if sources is None else to_device(sources, device), rows(step.targets), rows(step.cleared))
-
-
-def _strip_writes(placed: StripStep, step: StepSequences) -> StripWrites:
-    layout, members = step.layout, placed.members
-    positions = step.kv_lens[members] - 1
-    strips = np.array([table[-1] for table in placed.tables])
-    rows = layout.strip_token_rows(strips, positions % layout.strip_tokens).reshape(-1)
-    all_rows = len(members) == len(step.q_lens)
-    return StripWrites(
-        to_device(rows, step.device), None if all_rows else to_device(step.row_offsets[members], step.device)
-    )
 
 
 def _schedule(

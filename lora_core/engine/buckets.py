@@ -27,7 +27,7 @@ def block_buckets(max_model_len: int, block_size: int) -> tuple[int, ...]:
     while tokens < max_model_len:
         sizes.append(-(-tokens // block_size))
         tokens *= CONTEXT_FACTOR
-    return (*sizes, -(-max_model_len // block_size))
+    return tuple(dict.fromkeys((*sizes, -(-max_model_len // block_size))))
 
 
 def smallest(buckets: Sequence[int], number: int) -> int | None:

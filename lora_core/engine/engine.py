@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from lora_core.config import EngineConfig, LoRAConfig
-from lora_core.engine.ahead import AheadTokens, can_run_ahead
 from lora_core.engine.block_tables import BlockTables
 from lora_core.engine.blocks import BlockPool
 from lora_core.engine.constraint import ConstraintState
-from lora_core.engine.flight import Flight, FlightRow
+from lora_core.engine.drain import Drain
 from lora_core.engine.grammars import Grammars
 from lora_core.engine.kernel_variants import Progress
 from lora_core.engine.prompt_scores import score_prompts
@@ -25,10 +24,11 @@ from lora_core.engine.runner import ModelRunner
 from lora_core.engine.sampler import Choice, sample
 from lora_core.engine.sampler_state import SamplerState
 from lora_core.engine.scheduler import Scheduler
+from lora_core.engine.steps_ahead import StepsAhead
 from lora_core.engine.warm_up import ignore_progress, warm_up_requests
 from lora_core.errors import AdapterError, AdapterUnloaded, ConfigError, InvalidRequest
 from lora_core.messages import EngineReady, GenerateRequest, TokenDelta, TokenLogprobs
-from lora_core.types import AdapterRef, LoRAStatus
+from lora_core.types import LoRAStatus
 
 WRITE_SHARE = 0.5
 """Of the shortest recent step: what a step may spend on writing adapters into slots while requests run, so that no gap
@@ -98,23 +98,22 @@ class LLMEngine:
         )
         self._grammars = Grammars(engine_config.model, self._limits.vocab_size, self._eos_token_ids)
         self._requests: dict[str, Request] = {}
-        # Those whose next token depends on the last one in ways that only the host knows.
-        self._serial: set[Request] = set()
-        self._flight: Flight | None = None
-        runs_ahead = engine_config.async_scheduling
-        self._runs_ahead = self.runner.can_run_ahead and (
-            self.runner.device.type == "cuda" if runs_ahead is None else runs_ahead
-        )
         # Requests that are accepted, and not queued before their constraint is compiled.
         self._compiling: dict[Request, Future[ConstraintState]] = {}
         self._refused: list[TokenDelta] = []
         self._arrivals = itertools.count()
         self._randomness = torch.Generator()
         self._randomness.seed()
+        runs_ahead = engine_config.async_scheduling
+        self._ahead = StepsAhead(
+            self._scheduler,
+            self,
+            self._randomness,
+            is_on=self.runner.can_run_ahead
+            and (self.runner.device.type == "cuda" if runs_ahead is None else runs_ahead),
+        )
         self._clock = clock
-        self._drain_timeout_s = lora_config.drain_timeout_s
-        # When a generation was first seen to be unloaded with requests in progress.
-        self._retired_s: dict[AdapterRef, float] = {}
+        self._drain = Drain(lora_config.drain_timeout_s)
         self._recent_steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
 
     @property
@@ -161,8 +160,7 @@ class LLMEngine:
             self._refused.append(_failure(message.request_id, str(error), type(error).__name__))
             return
         self._requests[request.request_id] = request
-        if not can_run_ahead(request.sampling, request.sampler, self._limits.vocab_size):
-            self._serial.add(request)
+        self._ahead.watch(request, self._limits.vocab_size)
         if request.sampling.constraint is None:
             self._scheduler.add(request)
         else:
@@ -204,12 +202,12 @@ class LLMEngine:
         self._end_overdue_requests()
         for ref in self.manager.take_dropped():
             self._blocks.forget_adapter(ref)
-        if self._flight is not None and not self._may_run_ahead():
-            return self._with_refused(self._land_last())
+        if self._ahead.flight is not None and not self._may_run_ahead():
+            return self._with_refused(self._ahead.land())
         self.manager.advance(max(SHORTEST_WRITE_S, WRITE_SHARE * min(self._recent_steps_s, default=0.0)))
         batch = self._schedule()
-        if not batch.rows and self._flight is not None:
-            return self._with_refused(self._land_last())
+        if not batch.rows and self._ahead.flight is not None:
+            return self._with_refused(self._ahead.land())
         if not batch.rows and self.manager.is_writing:
             # Nobody is kept waiting by it.
             self.manager.advance(None)
@@ -245,7 +243,6 @@ class LLMEngine:
         """Assert that requests, blocks, slots, pins and counts agree; costs time, for tests."""
         self.manager.check()
         self._scheduler.check()
-        self.runner.check()
         known = len(self._requests)
         queued = self._scheduler.num_running + self._scheduler.num_waiting + len(self._compiling)
         assert known == queued, f"{known} requests are known and {queued} are queued or running"
@@ -280,28 +277,27 @@ class LLMEngine:
     def _end_overdue_requests(self) -> None:
         """End the requests of unloaded adapters that have had their time."""
         retired = self.manager.retired()
-        if not retired and not self._retired_s:
+        if not retired and self._drain.is_idle:
             return
-        now_s = self._clock()
-        self._retired_s = {ref: self._retired_s.get(ref, now_s) for ref in retired}
-        overdue = {ref for ref, since_s in self._retired_s.items() if now_s - since_s >= self._drain_timeout_s}
+        overdue = self._drain.overdue(retired, self._clock())
         for request in list(self._requests.values()):
             if request.adapter is None or request.adapter not in overdue:
                 continue
             self._drop(request)
             message = (
                 f"LoRA adapter {request.adapter.name!r} was unloaded or replaced, and the request did not end within "
-                f"{self._drain_timeout_s:g} s of that; send it again, or raise lora_config.drain_timeout_s"
+                f"{self._drain.timeout_s:g} s of that; send it again, or raise lora_config.drain_timeout_s"
             )
             self._refused.append(_failure(request.request_id, message, AdapterUnloaded.__name__))
 
     def _run(self, batch: ScheduledBatch) -> list[TokenDelta]:
         """Compute a batch of at least one row, and choose the next token of each row that is due."""
         batch = ScheduledBatch(self.manager.sort_lora_batch(batch.rows))
+        flight = self._ahead.flight
+        logits = self.runner.run(batch) if flight is None else self.runner.run(batch, flight)
         # A step that follows one in flight reads its tokens, whatever has begun meanwhile.
-        if self._flight is not None or self._may_run_ahead():
-            return self._launch(batch)
-        logits = self.runner.run(batch)
+        if flight is not None or self._may_run_ahead():
+            return self._ahead.take_off(batch, logits)
         batch, logits = self._without_late_rows(batch, score_prompts(batch.rows, logits))
         requests = [row.request for row in batch.rows if row.samples]
         choices = sample(
@@ -323,59 +319,10 @@ class LLMEngine:
 
     def _may_run_ahead(self) -> bool:
         """Whether a step may be left in flight. Writing a slot waits for the device, which would be for all of it."""
-        return self._runs_ahead and not self._serial and not self.manager.is_busy
+        return self._ahead.may_begin and not self.manager.is_busy
 
-    def _launch(self, batch: ScheduledBatch) -> list[TokenDelta]:
-        """Leave a step in flight; the deltas are those of the one before it."""
-        logits = self.runner.run(batch) if self._flight is None else self.runner.run(batch, self._flight)
-        requests = [row.request for row in batch.rows if row.samples]
-        tokens = AheadTokens(
-            logits,
-            [request.sampling for request in requests],
-            [request.sampler for request in requests],
-            self._randomness,
-        )
-        landing, self._flight = self._flight, Flight(batch, tokens)
-        self._scheduler.launch(batch)
-        self._flight.expect_tokens()
-        return [] if landing is None else self._land(landing)
-
-    def _land_last(self) -> list[TokenDelta]:
-        """Wait for the step in flight, with none behind it."""
-        landing, self._flight = self._flight, None
-        assert landing is not None, "no step is in flight"
-        return self._land(landing)
-
-    def _land(self, flight: Flight) -> list[TokenDelta]:
-        """Take note of what a launched step has computed, for those requests that have not ended meanwhile."""
-        for row in flight.rows:
-            if row.counts and self._is_known(row.request) and not flight.is_dropped(row.request):
-                self._scheduler.settle(row.request, row.stop)
-        deltas = []
-        for row, (token_id, was_wrong) in flight.land():
-            if not self._is_known(row.request):
-                continue
-            if was_wrong:
-                self._take_back(row)
-            deltas.append(self._failed(row.request) if token_id is None else self._landed(row, token_id))
-        if not self._requests:
-            # Nobody is left whom what it computes could concern.
-            self._flight = None
-        return deltas
-
-    def _landed(self, row: FlightRow, token_id: int) -> TokenDelta:
-        row.request.token_ids[row.stop] = token_id
-        return self._answer(row.request, row.stop + 1)
-
-    def _take_back(self, row: FlightRow) -> None:
-        """Let the step in flight count for nothing to a request whose last token it had wrong."""
-        request = row.request
-        wrong = None if self._flight is None else self._flight.drop(request)
-        if wrong is not None and wrong.counts:
-            request.num_computed = wrong.start
-        del request.token_ids[row.stop + 1 :]
-
-    def _is_known(self, request: Request) -> bool:
+    def is_known(self, request: Request) -> bool:
+        """Whether it has not ended."""
         return self._requests.get(request.request_id) is request
 
     def _without_late_rows(self, batch: ScheduledBatch, logits: Tensor) -> tuple[ScheduledBatch, Tensor]:
@@ -393,16 +340,16 @@ class LLMEngine:
     def _advance(self, request: Request, choice: Choice | None) -> TokenDelta:
         """Append the next token to a request's answer, and end the request if that was the last one."""
         if choice is None:
-            return self._failed(request)
+            return self.fail_for_logits(request)
         constraint = request.sampler.constraint
         if constraint is not None and constraint.error is not None:
             self._finish(request)
             return _failure(request.request_id, constraint.error, InvalidRequest.__name__)
         request.token_ids.append(choice.token_id)
         request.sampler.take(choice.token_id)
-        return self._answer(request, len(request.token_ids), choice.logprobs)
+        return self.answer(request, len(request.token_ids), choice.logprobs)
 
-    def _answer(self, request: Request, num_tokens: int, logprobs: TokenLogprobs | None = None) -> TokenDelta:
+    def answer(self, request: Request, num_tokens: int, logprobs: TokenLogprobs | None = None) -> TokenDelta:
         """Tell of the last of a request's first `num_tokens` tokens, and end the request if it ends the answer."""
         reason = request.finish_reason(self._eos_token_ids, num_tokens)
         if reason is not None:
@@ -418,7 +365,7 @@ class LLMEngine:
             num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
         )
 
-    def _failed(self, request: Request) -> TokenDelta:
+    def fail_for_logits(self, request: Request) -> TokenDelta:
         """End a request whose logits are not finite."""
         self._scheduler.fail(request)
         self._forget(request)
@@ -471,7 +418,7 @@ class LLMEngine:
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
-        self._serial.discard(request)
+        self._ahead.forget(request, is_last=not self._requests)
         if request.adapter is not None:
             self.manager.release(request.adapter)
 

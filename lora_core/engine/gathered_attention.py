@@ -1,6 +1,7 @@
-"""Attention over a paged KV cache in plain torch: pages are gathered and multiplied, strips multiplied as they lie.
+"""Attention over a paged KV cache without Triton: pages are gathered and multiplied in plain torch.
 
-The query heads of one KV head are packed together. Runs on every device; the default on CPU.
+The query heads of one KV head are packed together. Runs on every device. On the CPU sequences that decode are left to
+`kernels.decode_attention`, which gathers nothing, where it could be compiled.
 """
 
 from collections.abc import Iterator
@@ -13,17 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.decode_attention import Decodes, can_decode, decode_attention
 from lora_core.engine.kv_cache import Ints, KVLayout
 from lora_core.engine.step_buffers import to_device
-from lora_core.engine.strip_attention import StripReads, attend_strips, build_strip_reads
-from lora_core.engine.strips import StripStep
 
 # Decoding sequences attend together, each padded to the longest. A further group of them costs about as much time in a
 # layer as this many padded tokens (measured on CPU).
 _GROUP_COST_TOKENS = 512
-
-# How many tokens of strips are multiplied in the time in which one is gathered and multiplied (measured on CPU).
-_STRIP_SPEED = 2
 
 
 @dataclass(frozen=True)
@@ -63,11 +60,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class AttentionReads:
-    """What a step's rows attend to; every row is of exactly one decode group or prefill chunk, or attends to strips."""
+    """What a step's rows attend to; every row is of exactly one decode group or prefill chunk, or of `compiled`."""
 
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillChunk, ...]
-    strips: StripReads | None = None
+    compiled: Decodes | None = None
 
 
 class StepSequences(NamedTuple):
@@ -79,8 +76,6 @@ class StepSequences(NamedTuple):
         row_offsets: int64 `[N + 1]`, first row of each, and the end.
         tables: int64 `[N, most blocks]`, blocks of each; past its last any block of its own.
         layout: Of the KV cache.
-        num_heads: Query heads.
-        strips: The sequences that may attend to strips; None without any.
         dtype: Of the model's activations.
         device: Where the step runs.
     """
@@ -90,24 +85,25 @@ class StepSequences(NamedTuple):
     row_offsets: Ints
     tables: Ints
     layout: KVLayout
-    num_heads: int
-    strips: StripStep | None
     dtype: torch.dtype
     device: torch.device
 
 
 def attend_gathered(
-    queries: Tensor, key_values: Tensor, cache: Tensor, reads: AttentionReads, scale: float, softcap: float | None
+    queries: Tensor,
+    key_values: Tensor,
+    cache: Tensor,
+    reads: AttentionReads,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """`lora_core.engine.attention.attend` from gathered pages: `[T, num_heads, head_dim]` to the same."""
-    num_rows, num_heads, head_dim = queries.shape
     if len(reads.decodes) == 1 and reads.decodes[0].rows is None:
         return _attend_decodes(queries, cache, reads.decodes[0], scale, softcap)
-    if reads.strips is not None and reads.strips.rows is None:
-        return attend_strips(queries, cache, reads.strips, scale, softcap)
-    out = queries.new_empty(num_rows, num_heads, head_dim)
-    if reads.strips is not None and reads.strips.rows is not None:
-        out.index_copy_(0, reads.strips.rows, attend_strips(queries, cache, reads.strips, scale, softcap))
+    out = queries.new_empty(queries.shape)
+    if reads.compiled is not None:
+        decode_attention(queries, cache, reads.compiled, out, scale=scale, window=window, softcap=softcap)
     for group in reads.decodes:
         assert group.rows is not None
         members = queries.index_select(0, group.rows)
@@ -199,8 +195,27 @@ def _groups_of_near_length(members: Ints, lengths: Ints) -> Iterator[Ints]:
         yield from _groups_of_near_length(members[part], lengths[part])
 
 
-def build_reads(step: StepSequences, window: int | None) -> AttentionReads:
-    """What the step's rows attend to with a window, in tokens; None is the whole past."""
+def is_compiled(step: StepSequences) -> bool:
+    """Whether sequences that decode are left to the compiled kernel."""
+    return step.device.type == "cpu" and can_decode(step.dtype, step.layout.head_dim)
+
+
+def build_decodes(step: StepSequences) -> Decodes | None:
+    """The sequences that decode, for the compiled kernel, whatever the window; None without any, and without it."""
+    decoding = np.flatnonzero(step.q_lens == 1)
+    if not decoding.size or not is_compiled(step):
+        return None
+    return Decodes.of(step.row_offsets[decoding], step.kv_lens[decoding], step.tables[decoding])
+
+
+def build_reads(step: StepSequences, window: int | None, compiled: Decodes | None) -> AttentionReads:
+    """What the step's rows attend to with a window, in tokens; None is the whole past.
+
+    Args:
+        step: Its sequences.
+        window: Tokens a token attends to, itself included.
+        compiled: What `build_decodes` gives for the step.
+    """
     if window is None:
         first_positions = np.zeros_like(step.kv_lens)
     else:
@@ -210,11 +225,7 @@ def build_reads(step: StepSequences, window: int | None) -> AttentionReads:
     shifted = step._replace(
         kv_lens=step.kv_lens - first_blocks * step.layout.block_size, tables=_skip_blocks(step, first_blocks)
     )
-    strips = _strip_reads(step, shifted.kv_lens, window)
-    gathering = step.q_lens == 1
-    if strips is not None and step.strips is not None:
-        gathering[step.strips.members] = False
-    decoding = np.flatnonzero(gathering)
+    decoding = np.flatnonzero(step.q_lens == 1) if compiled is None else np.arange(0)
     whole_step = len(decoding) == len(step.q_lens)
     block_size = step.layout.block_size
     groups = list(_groups_of_near_length(decoding, -(-shifted.kv_lens[decoding] // block_size) * block_size))
@@ -226,28 +237,7 @@ def build_reads(step: StepSequences, window: int | None) -> AttentionReads:
             _prefill_chunk(shifted, index, window, has_past=bool(step.kv_lens[index] > step.q_lens[index]))
             for index in np.flatnonzero(step.q_lens > 1).tolist()
         ),
-        strips=strips,
-    )
-
-
-def _strip_reads(step: StepSequences, gathered_lens: Ints, window: int | None) -> StripReads | None:
-    """What is read from strips; None where gathering what the window reaches takes less time."""
-    strips = step.strips
-    if strips is None:
-        return None
-    num_gathered = int(gathered_lens[strips.members].sum())
-    if window is not None and strips.extent * step.layout.strip_tokens > _STRIP_SPEED * num_gathered:
-        return None
-    return build_strip_reads(
-        strips,
-        step.row_offsets[strips.members],
-        step.kv_lens[strips.members],
-        step.num_heads,
-        step.layout,
-        window=window,
-        all_rows=len(strips.members) == len(step.q_lens),
-        dtype=step.dtype,
-        device=step.device,
+        compiled=compiled,
     )
 
 

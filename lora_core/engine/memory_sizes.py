@@ -54,7 +54,6 @@ def memory_settings(engine: EngineSettings, lora: LoRAConfig, *, max_model_len: 
         max_num_batched_tokens=engine.max_num_batched_tokens,
         block_size=engine.block_size,
         kv_cache_tokens=engine.kv_cache_tokens,
-        strip_tokens=engine.strip_tokens,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         num_graphs=num_graphs,
         host_memory_bytes=lora.host_memory_bytes,

@@ -27,7 +27,6 @@ from lora_core.engine.recorder import recorder_for
 from lora_core.engine.request import ScheduledBatch
 from lora_core.engine.step_buffers import PendingTokens, StepBuffers, fill_pending, to_device
 from lora_core.engine.step_input import StepInput, make_step_input
-from lora_core.engine.strips import Strips
 from lora_core.engine.warm_up import WARM_UP_TOKENS, ignore_progress
 from lora_core.errors import ConfigError
 from lora_core.layers import LoRALayer, LoRAModelWrapper, lora_layers
@@ -137,11 +136,6 @@ class ModelRunner:
         if self._paged is not None:
             self._layout = spared
         self._graphs: DecodeGraphs | None = None
-        self._strips: Strips | None = None
-        if self.device.type == "cpu" and self._paged is None:
-            num_strips = _num_strips(engine_config.strip_tokens, self.plan.kv_cache_tokens, self._layout)
-            self._layout = replace(self._layout, num_strips=num_strips)
-            self._strips = Strips(self._layout) if self._layout.num_strips else None
         self.kv_cache = KVCache(self._layout, config.num_layers, dtype=self.dtype, device=self.device)
 
     @property
@@ -177,8 +171,7 @@ class ModelRunner:
         """Compile every kernel that a step can ask for, on this rank and then on the others."""
         if self.device.type == "cuda" and self._paged is not None:
             compile_all(self.kernel_launches(), progress)
-        if self._leader is not None:
-            self._leader.call("compile_kernels")
+        self.call_ranks("compile_kernels")
 
     def capture_graphs(self, progress: Progress = ignore_progress) -> None:
         """Capture the graphs of steps in which every sequence decodes; `execute` replays them from here on."""
@@ -258,13 +251,9 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             paged=self._paged,
-            num_heads=self.config.num_heads,
-            strips=self._strips,
         )
         if attention.fresh_blocks is not None:
             self.kv_cache.clear(attention.fresh_blocks)
-        if attention.strip_fill is not None:
-            self.kv_cache.fill_strips(attention.strip_fill)
         token_ids = to_device(step.token_ids, self.device)
         if pending is not None:
             fill_pending(token_ids, pending)
@@ -277,12 +266,6 @@ class ModelRunner:
     def _forward(self, buffers: StepBuffers, attention: AttentionMetadata) -> Tensor:
         hidden: Tensor = self._decoder(buffers.token_ids, buffers.positions, attention, self.kv_cache.layers)
         return hidden
-
-    def check(self) -> None:
-        """Assert that what is held of running requests a second time is right; costs time, for tests."""
-        if self._strips is not None:
-            self._strips.check(self.kv_cache)
-        self.call_ranks("check")
 
     def check_ranks(self) -> None:
         """Raise EngineDead if another rank's process has ended."""
@@ -317,10 +300,6 @@ class ModelRunner:
 
     def _graph_sizes(self) -> GraphSizes:
         return _graph_sizes(self._engine_config, self._lora_config, self.config, self.plan.kv_cache_tokens)
-
-
-def _num_strips(strip_tokens: int | None, kv_cache_tokens: int, layout: KVLayout) -> int:
-    return -(-(kv_cache_tokens if strip_tokens is None else strip_tokens) // layout.strip_tokens)
 
 
 def _graph_sizes(

@@ -19,7 +19,7 @@ class StepInput:
         token_ids: int64 `[T]`.
         q_lens: int64 `[N]`, new tokens of each sequence.
         kv_lens: int64 `[N]`, its tokens, the new ones included.
-        block_tables: Its KV blocks; the sequence's own list, by which it is told from others (see `Strips`).
+        block_tables: Its KV blocks; the sequence's own list, which is emptied when it gives them back.
         logit_rows: int64, ascending: the rows whose logits are asked for.
         slots: Of each sequence's adapter, None for the base model; empty where adapters are not served.
         slot_ranks: True rank of each slot's adapter, 0 for an empty slot.

@@ -6,7 +6,7 @@ that of the processor, without the phases it calls:
 
 - `schedule`: choosing the step's rows, and taking note of those that ran
 - `routing`: sorting them by slot, and the tables of their adapters
-- `metadata`: what each row attends to, the copying into strips included
+- `metadata`: what each row attends to
 - `inputs`: token ids and positions
 - `forward`: the model, its head and its adapters
 - `sampling`: choosing tokens
@@ -60,7 +60,6 @@ FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
     (ModelRunner, "run", "inputs"),
     (lora_core.engine.runner, "build_attention", "metadata"),
     (KVCache, "clear", "metadata"),
-    (KVCache, "fill_strips", "metadata"),
     (Decoder, "forward", "forward"),
     (Decoder, "logits", "forward"),
     (lora_core.engine.engine, "score_prompts", "sampling"),
@@ -158,8 +157,7 @@ class Rig:
                 for delta in event.deltas if isinstance(event, StepOutput) else ():
                     num_tokens[int(delta.request_id)] += len(delta.token_ids)
         self._engine.check_invariants()
-        # The first of them copies prompts into strips.
-        return steps[1:]
+        return steps
 
 
 def profile(rig: Rig, phases: Phases, batch: int, num_adapters: int, num_prompt: int) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.decode_attention import can_decode
+from lora_core.engine import gathered_attention
 from lora_core.engine.attention import (
     AttentionMetadata,
     SequenceSpan,
@@ -23,6 +25,18 @@ from lora_core.engine.gathered_attention import AttentionReads
 from lora_core.engine.kv_cache import KVCache, KVLayout
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, params=["compiled", "gathered"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs with the compiled kernel for decodes, and as where there is none."""
+    assert can_decode(torch.float32, 8), "the project needs a C compiler"
+    if request.param == "gathered":
+        monkeypatch.setattr(gathered_attention, "can_decode", lambda dtype, head_dim: False)
+    return str(request.param)
+
+
+ONLY_GATHERED = pytest.mark.parametrize("backend", ["gathered"], indirect=True)
 
 
 @dataclass
@@ -152,7 +166,7 @@ def test_equals_softmax_attention(lengths: list[tuple[int, int]]) -> None:
     check(PagedBatch(lengths))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=120, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), min_size=1, max_size=8),
     num_kv_heads=st.integers(1, 3),
@@ -171,6 +185,7 @@ def test_half_precision_is_close(dtype: torch.dtype, tolerance: float) -> None:
     check(PagedBatch([(0, 5), (30, 1), (4, 3), (2, 1)], dtype=dtype), tolerance)
 
 
+@ONLY_GATHERED
 def test_decodes_of_very_different_lengths_are_padded_apart() -> None:
     """Thirty short texts are not padded to one long one."""
     batch = PagedBatch([*[(10, 1)] * 15, (900, 1), *[(10, 1)] * 15])
@@ -180,6 +195,7 @@ def test_decodes_of_very_different_lengths_are_padded_apart() -> None:
     check(batch)
 
 
+@ONLY_GATHERED
 def test_decodes_of_near_lengths_share_one_group() -> None:
     (group,) = PagedBatch([(10, 1), (30, 1), (20, 1)]).reads().decodes
     assert group.rows is None
@@ -210,6 +226,7 @@ def test_soft_capped_scores_equal_softmax_attention(lengths: list[tuple[int, int
     assert (capped - batch.attend()).abs().max() > 1e-2
 
 
+@ONLY_GATHERED
 def test_only_pages_inside_the_window_are_gathered() -> None:
     batch = PagedBatch([(900, 1), (700, 1), (500, 6)], window=6)
     reads = batch.reads()
@@ -238,6 +255,7 @@ def test_windows_that_reach_past_every_sequence_cost_nothing() -> None:
     assert reads[11] is not reads[None]
 
 
+@ONLY_GATHERED
 def test_a_step_touches_only_its_own_tokens() -> None:
     batch = PagedBatch([(5, 1), (0, 6)])
     kept = batch.cache.layers[0].clone()
@@ -262,6 +280,7 @@ def test_keys_and_values_of_another_request_in_a_reused_block_do_not_leak() -> N
     check(batch)
 
 
+@ONLY_GATHERED
 def test_fresh_blocks_are_those_whose_first_token_is_new() -> None:
     batch = PagedBatch([(3, 1), (4, 1), (2, 7), (0, 4)], block_size=4)
     tables = [sequence.span.block_table for sequence in batch.sequences]
@@ -269,6 +288,12 @@ def test_fresh_blocks_are_those_whose_first_token_is_new() -> None:
     assert fresh is not None
     assert sorted(fresh.tolist()) == sorted([tables[1][1], tables[2][1], tables[2][2], tables[3][0]])
     assert PagedBatch([(3, 1), (5, 2)], block_size=4).metadata().fresh_blocks is None
+
+
+def test_the_compiled_kernel_reads_no_more_than_a_sequences_own_tokens(backend: str) -> None:
+    """So that no block is cleared for its sake, whose tail holds what its last owner left."""
+    attention = PagedBatch([(3, 1), (4, 1), (2, 7), (0, 4)], block_size=4).metadata()
+    assert (attention.fresh_blocks is None) is (backend == "compiled")
 
 
 def test_a_block_table_too_short_is_a_fault() -> None:

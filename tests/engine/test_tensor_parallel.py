@@ -88,6 +88,7 @@ def engine(tiny_base: Path) -> Iterator[LLMEngine]:
         max_num_seqs=6,
         max_slot_wait_s=0.02,
     )
+    engine.warm_up()
     yield engine
     engine.close()
 

@@ -25,6 +25,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS_A_RUN)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes that share the model, see docs/tensor_parallel.md"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # PEFT's advice on tied heads, transformers' on its own attributes
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -36,7 +39,7 @@ def main() -> int:
         world = World(Path(folder))
         quiet = QuietRuns(world)
         for run, done in enumerate(range(0, arguments.steps, STEPS_A_RUN)):
-            fuzz = Fuzz(world, quiet, seed=arguments.seed + run)
+            fuzz = Fuzz(world, quiet, seed=arguments.seed + run, num_ranks=arguments.ranks)
             try:
                 fuzz.run(min(STEPS_A_RUN, arguments.steps - done))
             except Difference as difference:

@@ -71,7 +71,7 @@ class Difference(AssertionError):
 class Fuzz:
     """One engine with few slots under 12 names; `step` does something random to it, steps it, and checks it."""
 
-    def __init__(self, world: World, quiet: QuietRuns, *, seed: int) -> None:
+    def __init__(self, world: World, quiet: QuietRuns, *, seed: int, num_ranks: int = 1) -> None:
         self.seed = seed
         self.counts: Counter[str] = Counter()
         self._world = world
@@ -79,7 +79,8 @@ class Fuzz:
         self._draw = random.Random(seed)
         self._pool = ThreadPoolExecutor(2)
         self._num_slots, self._num_in_memory = SHAPES[seed % len(SHAPES)]
-        self._engine = LLMEngine(engine_config(world, kv_cache_tokens=KV_CACHE_TOKENS), self._lora_config())
+        config = engine_config(world, kv_cache_tokens=KV_CACHE_TOKENS, tensor_parallel_size=num_ranks)
+        self._engine = LLMEngine(config, self._lora_config())
         self._loaded: dict[str, Version] = {}
         self._pinned: set[str] = set()
         # Versions in whose folders there is nothing, or the other version's files.
@@ -126,6 +127,7 @@ class Fuzz:
             raise Difference(f"seed {self.seed}, step {self.counts['steps']}: {error}\n  {last}") from error
         finally:
             self._pool.shutdown()
+            self._engine.close()
             self._world.stalled.clear()
             for version in list(self._hidden | self._swapped):
                 self._bring_back(version)

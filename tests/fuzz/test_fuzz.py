@@ -6,6 +6,7 @@ from tests.fuzz.drive import Fuzz
 from tests.fuzz.world import QuietRuns, World
 
 STEPS = 20_000
+STEPS_OF_RANKS = 2_000
 
 
 def test_no_answer_differs_from_a_quiet_run(tmp_path: Path) -> None:
@@ -31,3 +32,11 @@ def test_no_answer_differs_from_a_quiet_run(tmp_path: Path) -> None:
     ):
         assert fuzz.counts[what] > 0, f"{what} never happened: {fuzz.counts}"
     assert fuzz.counts["tokens"] > STEPS / 2
+
+
+def test_no_answer_of_two_ranks_differs_from_a_quiet_run_on_one(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    fuzz = Fuzz(world, QuietRuns(world), seed=7, num_ranks=2)
+    fuzz.run(STEPS_OF_RANKS)
+    for what in ("answers", "replace", "unload", "aborts", "cached_tokens", "preempted"):
+        assert fuzz.counts[what] > 0, f"{what} never happened: {fuzz.counts}"

@@ -124,7 +124,7 @@ class QuietRuns:
             self._margins += (best[:, 0] - best[:, 1]).tolist()
             return logits
 
-        self._engine.runner.run = recorded  # type: ignore[method-assign]
+        self._engine.runner.run = recorded  # type: ignore[assignment, method-assign]
 
     def answer(self, version: Version | None, prompt: int) -> list[int] | None:
         """The first `MAX_TOKENS` tokens, or None if a near tie makes them a matter of chance."""
@@ -165,7 +165,7 @@ class QuietRuns:
         return tokens if min(self._margins) > NEAR_TIE else None
 
 
-def engine_config(world: World, *, kv_cache_tokens: int, enable_prefix_caching: bool = True) -> EngineConfig:
+def engine_config(world: World, *, kv_cache_tokens: int, **settings: Any) -> EngineConfig:
     """A small engine: chunked prompts, few seats, and a KV cache that overflows."""
     return EngineConfig(
         model=world.base,
@@ -176,6 +176,6 @@ def engine_config(world: World, *, kv_cache_tokens: int, enable_prefix_caching: 
         max_num_batched_tokens=48,
         block_size=4,
         kv_cache_tokens=kv_cache_tokens,
-        enable_prefix_caching=enable_prefix_caching,
         max_slot_wait_s=MAX_SLOT_WAIT_S,
+        **settings,
     )

@@ -132,6 +132,7 @@ def _serve(base: str, engine_config: EngineConfig, lora_config: LoRAConfig, even
     import torch
 
     from lora_core.engine.engine import LLMEngine
+    from lora_core.engine.warm_up import logged_progress
 
     if engine_config.tensor_parallel_size > 1:
         # Read by NCCL when it starts, here and in the other ranks, which are on this machine.
@@ -144,7 +145,7 @@ def _serve(base: str, engine_config: EngineConfig, lora_config: LoRAConfig, even
     start = time.monotonic()
     engine = LLMEngine(engine_config, lora_config)
     loaded = time.monotonic()
-    engine.warm_up()
+    engine.warm_up(logged_progress(logger))
     logger.info(
         "loaded %s in %.1f s, warmed up in %.1f s", engine_config.model, loaded - start, time.monotonic() - loaded
     )

@@ -25,24 +25,6 @@ typedef struct {
     float scale, softcap;
 } Call;
 
-/* exp of numbers up to 0, within 2 units in the last place; what is no number stays none. */
-static inline f8 exp8(f8 x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded to a whole number */
-    i8 is_low = (i8)(x < -87.0f);
-    f8 low = (f8)(((i8)x & ~is_low) | ((i8)((f8){0} - 87.0f) & is_low));
-    f8 whole = low * 1.44269504f + magic;
-    i8 power = (i8)whole - (i8)((f8){0} + magic);
-    whole -= magic;
-    f8 r = low - whole * 0.693359375f + whole * 2.12194440e-4f;
-    f8 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (f8)((power + 127) << 23);
-}
-
 /* Lane i of the result is the sum of the lanes of p[i]. */
 static inline f4 sums4(const f8 *p) {
     f8 t0 = PICK(p[0], p[1], 0, 8, 2, 10, 4, 12, 6, 14) + PICK(p[0], p[1], 1, 9, 3, 11, 5, 13, 7, 15);

@@ -61,3 +61,22 @@ static inline f8 sums8(const f8 *p) {
                PICK(t[2 * i], t[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
     return PICK(u[0], u[1], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(u[0], u[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
+
+/* exp within 2 units in the last place; below -87 it stays at what it is there, and above 88 likewise. What is no number
+ * stays none. */
+static inline f8 exp8(f8 x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded to a whole number */
+    i8 is_low = (i8)(x < -87.0f), is_high = (i8)(x > 88.0f);
+    f8 low = (f8)(((i8)x & ~is_low & ~is_high) | ((i8)((f8){0} - 87.0f) & is_low) | ((i8)((f8){0} + 88.0f) & is_high));
+    f8 whole = low * 1.44269504f + magic;
+    i8 power = (i8)whole - (i8)((f8){0} + magic);
+    whole -= magic;
+    f8 r = low - whole * 0.693359375f + whole * 2.12194440e-4f;
+    f8 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (f8)((power + 127) << 23);
+}

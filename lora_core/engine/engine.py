@@ -18,6 +18,7 @@ from lora_core.engine.constraint import ConstraintState
 from lora_core.engine.drain import Drain
 from lora_core.engine.grammars import Grammars
 from lora_core.engine.kernel_variants import Progress
+from lora_core.engine.memory_sizes import memory_faults
 from lora_core.engine.prompt_scores import score_prompts
 from lora_core.engine.request import Limits, Request, ScheduledBatch, check
 from lora_core.engine.runner import ModelRunner
@@ -234,8 +235,10 @@ class LLMEngine:
         for request in warm_up_requests(self.ready(), self.runner.warm_up_tokens, names):
             self.add_request(request)
         tokenizer = self._grammars.prepare()
-        while self._requests:
-            self.step()
+        # The longest prompt takes the most memory of all steps.
+        with memory_faults(self.runner.plan):
+            while self._requests:
+                self.step()
         tokenizer.result()
         self.runner.capture_graphs(progress)
 

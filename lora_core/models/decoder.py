@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kernels.linear_cpu import PackedLinear
 from lora_core.engine.attention import AttentionMetadata, attend, write_kv
 from lora_core.models.activations import gated
-from lora_core.models.norm import OffsetRMSNorm
+from lora_core.models.norm import RMSNorm
 from lora_core.models.quantization import WeightQuantizer
 from lora_core.models.rotary import Rotary, RotaryTable, Rotation, rotate_
 from lora_core.parallel.group import RankGroup
@@ -172,11 +172,9 @@ class Linear(nn.Linear):
         return gated(self(input), activation)
 
 
-def make_norm(config: DecoderConfig, size: int) -> nn.RMSNorm | OffsetRMSNorm:
+def make_norm(config: DecoderConfig, size: int) -> RMSNorm:
     """The model's norm over the last `size` channels."""
-    if config.norm_offset:
-        return OffsetRMSNorm(size, config.norm_eps)
-    return nn.RMSNorm(size, eps=config.norm_eps)
+    return RMSNorm(size, config.norm_eps, offset=1.0 if config.norm_offset else 0.0)
 
 
 class Attention(nn.Module):

@@ -74,7 +74,7 @@ def main() -> int:
     if not line:
         return 1
     settings = msgspec.json.decode(line, type=RankSettings)
-    _prepare_process()
+    _prepare_process(settings.rank)
     threading.Thread(target=_end_with_input, name="first-rank-watch", daemon=True).start()
     link = Link(socket.socket(fileno=settings.link))
     try:
@@ -114,11 +114,13 @@ def _follow(settings: RankSettings, link: Link) -> None:
     follower.run()
 
 
-def _prepare_process() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+def _prepare_process(rank: int) -> None:
+    line = f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)
     # The first rank's process decides when this one ends; an interrupt from the keyboard reaches all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     # A process that is stopped cannot see the other end: it is then woken up. Linux only, as is /proc below.
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)

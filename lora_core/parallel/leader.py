@@ -145,6 +145,8 @@ class Leader:
     def _explain(self, error: EngineDead) -> EngineDead:
         """What made a step fail, as far as it is known; whoever took no part must not go on."""
         told = [reason for follower in self._followers if (reason := follower.fault()) is not None]
+        for follower in self._followers:
+            follower.write_stack()
         self._fault = "; ".join(told) or f"{error}; see what holds the ranks up, or raise engine.rank_timeout_s"
         self.close()
         return EngineDead(self._fault)

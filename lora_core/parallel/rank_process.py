@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,9 @@ from lora_core.parallel.rank_messages import Failed, RankMessage
 R = TypeVar("R")
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+STACK_S = 0.2
+"""How long a process that hangs may take to write its stack."""
 
 LAST_WORDS_S = 1.0
 """How long a process that has ended, or is about to, may take to say why."""
@@ -141,6 +145,12 @@ class RankProcess:
             return f"{self.name} exited with status {code}"
         memory = " (often the system, short of memory)" if code == -signal.SIGKILL else ""
         return f"{self.name} was killed by signal {-code}, {signal.strsignal(-code)}{memory}"
+
+    def write_stack(self) -> None:
+        """Have it write where it is to its standard error, if it still can."""
+        if not self.is_gone:
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(STACK_S)
 
     def end(self) -> None:
         """End it, and return when it is gone."""

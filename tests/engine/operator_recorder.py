@@ -4,11 +4,9 @@ A recording has the addresses, shapes and numbers of the moment it was made, as 
 by another way than through the recorded tensors, such as a length that Python reads, shows as a wrong answer.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -82,11 +80,3 @@ class OperatorRecorder:
                 call.replay()
 
         return replay
-
-
-def operator_recorder(device: torch.device) -> OperatorRecorder:
-    """Stands in for `recorder_for`."""
-    return OperatorRecorder()
-
-
-Recorder = Callable[[torch.device], OperatorRecorder]

@@ -215,14 +215,14 @@ def test_logits_that_are_not_finite_end_their_request_only(start: Start, referen
         rows.append(str(sampling))
         return logits
 
-    engine.runner.run = spoil  # type: ignore[method-assign]
+    engine.runner.run = spoil  # type: ignore[method-assign, assignment]
     ask_all(engine)
     # Of those that are drawn, the distribution itself would be none.
     ask(engine, "drawn", None, 7, temperature=1.0, top_p=0.5)
     answers = finish(engine)
-    for index in ("0", "1"):
-        assert answers[index].reason == "error"
-        assert "not finite" in str(answers[index].error)
+    for request_id in ("0", "1"):
+        assert answers[request_id].reason == "error"
+        assert "not finite" in str(answers[request_id].error)
     for index in range(2, 8):
         assert answers[str(index)] == Answer(reference(MIX[index], SIZES[index]), "length")
 
@@ -302,8 +302,9 @@ def test_tokens_chosen_ahead_are_those_chosen_at_once(vocab_size: int) -> None:
     logits = torch.randn(24, vocab_size, generator=generator) * 2
     # Wide distributions, some of which keep more than is looked at first.
     logits[12:] *= 0.05
-    kinds = [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_p": 0.5, "top_k": 200}, {"temperature": 0.0}]
-    sampling = [SamplingParams(**{"temperature": 0.9, **kinds[row % 6]}) for row in range(24)]  # type: ignore[arg-type]
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.02}, {"temperature": 0.0}]
+    kinds.append({"top_p": 0.5, "top_k": 200})
+    sampling = [SamplingParams(**{"temperature": 0.9, **kinds[row % 6]}) for row in range(24)]
     logits[7, 3] = float("inf")
     logits[4, 3] = float("nan")
     chosen = sample(logits.clone(), sampling, states(sampling), torch.Generator().manual_seed(9))

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_core.engine.runner
-from kernels import PagedLayout
 from kernels.support import warn_of_fallback
 from lora_core.engine.attention import SequenceSpan, build_attention, paged_layout
 from lora_core.engine.kv_cache import KVLayout
+from tests.engine.device_stand_in import triton_layout
 from tests.engine.driver import PROMPT, Driver
 from tests.engine.test_attention import PagedBatch
 from tests.factories import make_adapter, reference_tokens, tiny_model
@@ -25,11 +25,6 @@ pytest.importorskip("triton")
 interpreter.install()
 
 CPU = torch.device("cpu")
-
-
-def triton_layout(layout: KVLayout, num_heads: int, *, dtype: torch.dtype, device: torch.device) -> PagedLayout:
-    """What `paged_layout` gives on a device that runs Triton."""
-    return PagedLayout(num_heads, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.num_blocks, dtype)
 
 
 class TritonBatch(PagedBatch):

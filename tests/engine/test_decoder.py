@@ -116,19 +116,29 @@ def test_logits_equal_transformers_however_the_text_is_cut(chunks: list[int], tm
     torch.testing.assert_close(found, reference_logits(base, None, token_ids), rtol=0, atol=5e-5)
 
 
+TEXTS = (
+    "The capital of France is Paris. The capital of Italy is",
+    "Once upon a time there was a small village near the sea where",
+    "def fibonacci(n):\n    if n < 2:\n        return n",
+)
+
+
 def test_real_model_is_close_to_transformers(demo_base: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_base)
-    token_ids = tokenizer.encode("The capital of France is Paris. The capital of Italy is")
-    expected = reference_logits(demo_base, None, token_ids)
-    fp32 = Greedy(load(demo_base, pack=True)).logits(token_ids)
-    torch.testing.assert_close(fp32, expected, rtol=0, atol=2e-3)
-
     model = AutoModelForCausalLM.from_pretrained(demo_base, dtype=torch.bfloat16)
-    with torch.inference_mode():
-        rounded = model(torch.tensor([token_ids])).logits[0].float()
-    bf16 = Greedy(load(demo_base, dtype=None, pack=True)).logits(token_ids)
-    # Further from the fp32 truth than transformers' own bf16 by a fifth at most.
-    assert (bf16 - expected).abs().mean() < 1.2 * (rounded - expected).abs().mean()
+    fp32, bf16 = (load(demo_base, dtype=dtype, pack=True) for dtype in (torch.float32, None))
+    errors, errors_of_transformers = [], []
+    for text in TEXTS:
+        token_ids = tokenizer.encode(text)
+        expected = reference_logits(demo_base, None, token_ids)
+        torch.testing.assert_close(Greedy(fp32).logits(token_ids), expected, rtol=0, atol=2e-3)
+        with torch.inference_mode():
+            rounded = model(torch.tensor([token_ids])).logits[0].float()
+        errors.append((Greedy(bf16).logits(token_ids) - expected).abs().mean())
+        errors_of_transformers.append((rounded - expected).abs().mean())
+    # Further from the fp32 truth than transformers' own bf16 by a fifth at most. One text says little: the error of a
+    # bf16 model is that of its few worst roundings, and halves or doubles with any of them.
+    assert sum(errors) < 1.2 * sum(errors_of_transformers)
 
 
 def test_dtype_is_the_checkpoints_unless_another_is_asked_for(tmp_path: Path) -> None:

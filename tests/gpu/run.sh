@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # tests/gpu/run.sh [--quick]   correctness, replays, compute-sanitizer and times on this machine's GPU, within 4 minutes
+# tests/gpu/run.sh --engine    answers and decode speed of the engine on it, within 5 minutes
 # tests/gpu/run.sh --check     the same program under Triton's interpreter, on the CPU, with tiny shapes
 #
 # It uses $PYTHON, or .venv, or python3, whichever has what is needed first; else it makes .venv, which takes a network.
@@ -8,6 +9,9 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 needed="import torch, triton, numpy, pytest"
+if [[ " $* " == *" --engine "* || " $* " == *" --check "* ]]; then
+    needed="$needed, transformers, safetensors, msgspec, pydantic, llguidance, blake3, psutil, regex"
+fi
 if [[ " $* " == *" --check "* ]]; then
     export TRITON_INTERPRET=1
 else

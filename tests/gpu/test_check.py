@@ -32,6 +32,7 @@ OPERATIONS = {
     *("sgmv", "sgmv halves", "sgmv_swiglu", "one launch", "sgmv_embed", "scale_rows", "paged_attention"),
     *(f"replay {name}" for name in ("sgmv", "sgmv_swiglu", "sgmv_embed", "scale_rows", "paged_attention")),
     "time",
+    *("engine answers", "engine decode"),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -50,6 +50,7 @@ def contents(stacks: SlotStacks, tensors: Sequence[Tensor]) -> tuple[list[Tensor
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 20], ids=["tensors in pieces", "tensors together"])
+@settings(deadline=None)
 @given(data=st.data())
 def test_another_rank_holds_what_a_rank_writes_to_its_own(data: st.DataObject, chunk_bytes: int) -> None:
     """Adapters take turns in the slots, and some writes are abandoned on the way."""
@@ -58,7 +59,8 @@ def test_another_rank_holds_what_a_rank_writes_to_its_own(data: st.DataObject, c
         other, own = OtherRank(), OtherRank()
         remote = RemoteStacks(LM_SITES, NUM_SLOTS, RANK, torch.float32, other)
         for _ in range(data.draw(st.integers(1, 6))):
-            slot, adapter = data.draw(st.integers(0, NUM_SLOTS - 1)), data.draw(st.sampled_from(ADAPTERS))
+            slot = data.draw(st.integers(0, NUM_SLOTS - 1))
+            adapter = ADAPTERS[data.draw(st.integers(0, len(ADAPTERS) - 1))]
             num_chunks = data.draw(st.sampled_from([1000, 1000, 1, 3]))
             for stacks in (remote, own.stacks):
                 write = stacks.begin_write(slot, adapter)
@@ -68,7 +70,7 @@ def test_another_rank_holds_what_a_rank_writes_to_its_own(data: st.DataObject, c
         # What an abandoned write leaves is covered by the next.
         for slot in range(NUM_SLOTS):
             for stacks in (remote, own.stacks):
-                stacks.write(slot, data.draw(st.just(ADAPTERS[slot + 1])))
+                stacks.write(slot, ADAPTERS[slot + 1])
     found, found_live = contents(other.stacks, other.tensors)
     expected, expected_live = contents(own.stacks, own.tensors)
     assert all(map(torch.equal, found, expected))

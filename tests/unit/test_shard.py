@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_core.config import EngineSettings
@@ -22,6 +22,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
     return decoder_config(read_hf_config(folder))
 
 
+@settings(deadline=None)
 @given(width=st.integers(0, 500), size=st.integers(1, 9))
 def test_the_ranks_spans_are_the_whole_in_order_and_about_as_wide(width: int, size: int) -> None:
     spans = [Shard(rank, size).span(width) for rank in range(size)]
@@ -30,6 +31,7 @@ def test_the_ranks_spans_are_the_whole_in_order_and_about_as_wide(width: int, si
     assert max(widths) - min(widths) <= 1
 
 
+@settings(deadline=None)
 @given(sections=st.lists(st.integers(1, 6).map(lambda n: 6 * n), min_size=1, max_size=3), size=st.sampled_from([2, 3]))
 def test_parts_along_the_outputs_hold_each_section_once(sections: list[int], size: int) -> None:
     split = LinearSplit("outputs", tuple(sections))

@@ -2,7 +2,7 @@
 
 import msgspec
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_core.engine.step_input import StepInput
@@ -78,6 +78,7 @@ def test_the_list_of_an_ended_sequence_is_emptied() -> None:
     assert wire.pass_on(step_of([table])).block_tables[0] is not heard
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_tables_are_heard_as_they_are(data: st.DataObject) -> None:
     """Sequences come, grow, begin anew, pause and end."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
@@ -22,9 +23,11 @@ from lora_core.engine.runner import ModelRunner
 from lora_core.engine.sampler import Choice, sample
 from lora_core.engine.sampler_state import SamplerState
 from lora_core.engine.scheduler import Scheduler
-from lora_core.errors import AdapterError, AdapterUnloaded, ConfigError, InvalidRequest
+from lora_core.engine.work_meter import WorkMeter
+from lora_core.errors import AdapterError, AdapterLost, AdapterUnloaded, ConfigError, InvalidRequest
 from lora_core.messages import EngineReady, GenerateRequest, SamplingParams, TokenDelta
 from lora_core.types import AdapterRef, LoRAStatus
+from lora_core.workload import Workload
 
 WARM_UP_TOKENS = 16
 """Prompt length of `LLMEngine.warm_up`."""
@@ -108,6 +111,7 @@ class LLMEngine:
         # When a generation was first seen to be unloaded with requests in progress.
         self._retired_s: dict[AdapterRef, float] = {}
         self._recent_steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        self._work = WorkMeter(clock)
 
     @property
     def num_running(self) -> int:
@@ -153,6 +157,7 @@ class LLMEngine:
             self._refused.append(_failure(message.request_id, str(error), type(error).__name__))
             return
         self._requests[request.request_id] = request
+        self._work.came(request)
         if request.sampling.constraint is None:
             self._scheduler.add(request)
         else:
@@ -164,6 +169,20 @@ class LLMEngine:
         request = self._requests.get(request_id)
         if request is not None:
             self._drop(request)
+
+    def reset_adapter(self, name: str, reason: str) -> None:
+        """End the requests of an adapter with AdapterLost, and have the next one find it read and written anew."""
+        for request in list(self._requests.values()):
+            if request.adapter is not None and request.adapter.name == name:
+                self._drop(request)
+                self._refused.append(_failure(request.request_id, reason, AdapterLost.__name__))
+        self.manager.reset_adapter(name)
+
+    def workload(self) -> Workload:
+        """What was done since the last call, and is to be done now."""
+        return msgspec.structs.replace(
+            self._work.take(), load_ms_per_mib=self.manager.load_ms_per_mib(), slots=self.manager.slot_counts()
+        )
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say; adapters on their way into slots are something to do."""
@@ -191,9 +210,11 @@ class LLMEngine:
             self.manager.advance(None)
             batch = self._schedule()
         if batch.rows:
+            self._work.begins(batch)
             started_s = time.perf_counter()
             deltas = self._run(batch)
             self._recent_steps_s.append(time.perf_counter() - started_s)
+            self._work.ran(batch, self._recent_steps_s[-1])
         else:
             deltas = []
             if not self._refused and self.has_work():
@@ -219,6 +240,8 @@ class LLMEngine:
         while self._requests:
             self.step()
         tokenizer.result()
+        # Not what users ask for.
+        self._work = WorkMeter(self._clock)
 
     def check_invariants(self) -> None:
         """Assert that requests, blocks, slots, pins and counts agree; costs time, for tests."""
@@ -374,6 +397,7 @@ class LLMEngine:
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
+        self._work.ended(request)
         if request.adapter is not None:
             self.manager.release(request.adapter)
 

@@ -12,8 +12,8 @@ INSTALLED := $(VENV)/.installed
 TRITON36 := .make/triton36
 PEERS := .make/peers
 
-.PHONY: setup serve check test smoke cases fuzz kernels-static test-triton36 tune \
-	bench-decode bench-peers bench-load bench-fair bench-sampler bench-kernels-cpu profile demo-adapters clean
+.PHONY: setup serve check test smoke cases fuzz chaos kernels-static test-triton36 tune \
+	bench-decode bench-peers bench-load bench-fair bench-affinity bench-hop bench-placement bench-sampler bench-kernels-cpu profile demo-adapters clean
 
 setup: $(INSTALLED)
 
@@ -57,6 +57,10 @@ cases: setup
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --steps $(STEPS)
 
+# A real fleet under load, and one fault after another (ARGUMENTS='--only "kill"' for some of them).
+chaos: setup
+	$(BIN)/python -m tests.chaos $(ARGUMENTS)
+
 bench-decode: setup
 	$(BIN)/python -m tests.bench.bench_decode
 
@@ -77,6 +81,16 @@ bench-load: setup
 
 bench-fair: setup
 	$(BIN)/python -m tests.bench.bench_fair
+
+bench-affinity: setup
+	$(BIN)/python -m tests.bench.bench_affinity $(ARGUMENTS)
+
+# On a simulated fleet; plots go to .make/bench-placement (ARGUMENTS=--quick for a few points).
+bench-placement: setup
+	$(BIN)/python -m tests.bench.bench_placement $(ARGUMENTS)
+
+bench-hop: setup
+	$(BIN)/python -m tests.bench.bench_hop $(ARGUMENTS)
 
 bench-sampler: setup
 	$(BIN)/python -m tests.bench.bench_sampler

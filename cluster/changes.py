@@ -32,6 +32,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Carries the generation: a load gives it to the adapter, an unload names the one to drop."""
     static: bool = False
     """A static adapter that cannot be loaded is a fault of the configuration: a starting replica should not start."""
+    only: tuple[str, ...] = ()
+    """Ids of the replicas that are told; empty tells all."""
+
+    def is_for(self, replica_id: str) -> bool:
+        """Whether this replica is told."""
+        return not self.only or replica_id in self.only
 
 
 class ChangeLog:
@@ -43,14 +49,13 @@ class ChangeLog:
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
-        """Of the last change."""
+        """Of the last change, those that replicas have nothing to do for included."""
         self._horizon = epoch
         self._changes: list[Change] = []
 
     def record(self, change: Change) -> Change:
         """Add the newest change, and return it."""
-        assert change.epoch > self.epoch, f"epoch {change.epoch} does not come after {self.epoch}"
-        self.epoch = change.epoch
+        self.advance(change.epoch)
         self._changes.append(change)
         # Cut by halves, so that the cost of a cut is spread over many changes.
         if len(self._changes) > MAX_CHANGES_KEPT:
@@ -58,6 +63,11 @@ class ChangeLog:
             self._horizon = self._changes[dropped - 1].epoch
             del self._changes[:dropped]
         return change
+
+    def advance(self, epoch: int) -> None:
+        """Note a change that replicas have nothing to do for."""
+        assert epoch > self.epoch, f"epoch {epoch} does not come after {self.epoch}"
+        self.epoch = epoch
 
     def since(self, epoch: int) -> list[Change] | None:
         """Changes later than `epoch`, oldest first; None where they are no longer known."""

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from cluster.journal import AdapterRow
-from lora_core.types import LoRAOperation, LoRARequest
+from lora_core.types import LoadReport, LoRAOperation, LoRARequest
 
 EntryState = Literal["loading", "ready", "unloading"]
 
@@ -23,19 +23,19 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     """Epoch of its load or unload, which a request for it needs."""
     fingerprint: str | None = None
-    """`folder_fingerprint` of `path` when its load began; None where unknown."""
+    """`folder_fingerprint` of `path` when its load began; None where unknown, and in the fleet's table."""
     content_hash: str | None = None
-    """What this generation is, on every replica; None until the first one has told."""
+    """What this generation is, on every replica; None until the first one has told, and in the fleet's table."""
     pinned: bool = False
     """Kept in a slot of every replica."""
     min_copies: int = 1
     """Least replicas that should have it in a slot."""
     slot_bytes: int = 0
-    """What it takes in a slot; 0 while not known."""
+    """What is moved to bring it into a slot: its size in host memory; 0 while not known."""
 
     @classmethod
-    def restored(cls, row: AdapterRow) -> "AdapterEntry":
-        """The ready adapter that the journal kept."""
+    def restored(cls, row: AdapterRow, report: LoadReport | None) -> "AdapterEntry":
+        """The ready adapter that the journal kept, with its load's report where that can be read."""
         return cls(
             name=row.name,
             path=row.path,
@@ -46,6 +46,8 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
             fingerprint=row.fingerprint,
             content_hash=row.content_hash,
             pinned=row.pinned,
+            min_copies=row.min_copies,
+            slot_bytes=0 if report is None else report.num_bytes,
         )
 
     def row(self, report: bytes | None = None) -> AdapterRow:
@@ -60,7 +62,19 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
             content_hash=self.content_hash,
             pinned=self.pinned,
             report=report,
+            min_copies=self.min_copies,
         )
+
+    def as_loaded(self, report: LoadReport | None) -> "AdapterEntry":
+        """The adapter with what its load found."""
+        content_hash, slot_bytes = (None, 0) if report is None else (report.content_hash, report.num_bytes)
+        return msgspec.structs.replace(self, content_hash=content_hash, slot_bytes=slot_bytes)
+
+    def in_table(self) -> "AdapterEntry":
+        """The adapter as handles know it, without what only the router actor compares."""
+        if self.fingerprint is None and self.content_hash is None:
+            return self
+        return msgspec.structs.replace(self, fingerprint=None, content_hash=None)
 
     def load_request(self, *, replace: bool = False) -> LoRARequest:
         """Load this generation, of the content it has where that is known."""

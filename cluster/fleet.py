@@ -26,6 +26,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """The router actor's Ray name in namespace "serve"; empty outside Ray."""
     lease_s: float = 5.0
     """A replica silent for longer than this no longer counts; it waits for changes for less."""
+    work_period_s: float = 1.0
+    """How long a replica waits between two reports of its work, so that the router actor hears few enough a second."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +50,26 @@ class LoadOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Epoch that a request must carry to see the change; 0 when nothing was changed."""
     report: LoadReport | None = None
     """Of a load that ended well: what is now served, and the time it took the slowest replica."""
+    behind: list[str] = []
+    """Replicas that do not serve the adapter yet, and are asked again, where the status is PARTIAL."""
+
+
+class Retry(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that a replica refused, and is asked for again."""
+
+    reason: str
+    """Its own words."""
+    num_attempts: int
+    """How often it has refused."""
+    in_s: float
+    """Seconds until it is asked again; 0 while it is being asked."""
+
+
+class LastError(msgspec.Struct, frozen=True, kw_only=True):
+    """What last went wrong, and when."""
+
+    unix_s: float
+    text: str
 
 
 class AdapterInFleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +81,8 @@ class AdapterInFleet(msgspec.Struct, frozen=True, kw_only=True):
     replicas: dict[str, str]
     """Replica id -> where the adapter is ("slot", "host" memory, or only on "disk"), "loaded" while that is not known,
     "loading", or why that replica does not serve it."""
+    retries: dict[str, Retry] = {}
+    """Replica id -> when a replica that does not serve it is asked again."""
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,10 +92,9 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Names in a slot."""
     in_memory: frozenset[str] = frozenset()
     """Names in host memory."""
-    loaded: frozenset[str] = frozenset()
-    """Names it has loaded, wherever their tensors are now."""
     refused: frozenset[str] = frozenset()
-    """Names of served adapters it could not load, or has yet to: a request for one cannot succeed there now."""
+    """Names of served adapters it could not load, or has yet to: a request for one cannot succeed there now. All others
+    are loaded there."""
     num_slots: int = 0
     num_slots_used: int = 0
     """Slots taken by any generation, also by those being drained."""
@@ -89,6 +112,17 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Whether no request there makes progress: none are sent to it while another replica is there."""
 
 
+class SlotWishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router actor wants of one replica's slots; holds until it says otherwise."""
+
+    warm: list[str] = []
+    """Names it should have in a slot, the most wanted first."""
+    protected: list[str] = []
+    """Further names whose slots requests of others should take last: the plan counts on them there."""
+    version: int = 0
+    """Rises with each change of what is wished of this replica."""
+
+
 class Alias(msgspec.Struct, frozen=True, kw_only=True):
     """A name that stands for weighted adapters, as for a canary."""
 
@@ -97,6 +131,14 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
     """Adapter name -> its share of the alias's requests; the shares sum to 1."""
     epoch: int
     """Epoch of its last change."""
+
+
+class AliasInFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """An alias, and where a rollback would lead."""
+
+    alias: Alias
+    before: list[Alias] = []
+    """What it stood for earlier, the latest first: a rollback goes back to the first."""
 
 
 class FleetTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,5 +153,6 @@ class FleetTable(msgspec.Struct, frozen=True, kw_only=True):
     router_id: str = ""
     """Changes when the router restarts; versions of different routers do not compare."""
     copies: dict[str, tuple[str, ...]] = {}
-    """Name -> ids of the replicas it should have a slot on, best first, for adapters that should have more than one."""
+    """Name -> ids of the replicas its requests should go to, best first, for adapters that the plan (`cluster.copies`)
+    gives more than one, or another than the first in rendezvous order."""
     aliases: dict[str, Alias] = {}

@@ -1,30 +1,36 @@
 """The router's memory on disk: a small SQLite database that outlives it."""
 
+import json
 import logging
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from cluster.network_storage import is_shared
 from lora_core.errors import ConfigError, LoRAFleetError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
-"""`PRAGMA user_version` of the tables below. Columns that an earlier format lacks are added when a journal is opened:
-format 1 had no fingerprints, format 2 no content hashes, pins and reports."""
+FORMAT = 4
+"""`PRAGMA user_version` of the tables below. What an earlier format lacks is added when a journal is opened: format 1
+had no fingerprints, format 2 no content hashes, pins and reports, format 3 no least copies and aliases."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS adapters (
     name TEXT PRIMARY KEY, path TEXT NOT NULL, generation INTEGER NOT NULL, state TEXT NOT NULL,
-    static INTEGER NOT NULL, fingerprint TEXT, content_hash TEXT, pinned INTEGER NOT NULL DEFAULT 0, report BLOB
+    static INTEGER NOT NULL, fingerprint TEXT, content_hash TEXT, pinned INTEGER NOT NULL DEFAULT 0, report BLOB,
+    min_copies INTEGER NOT NULL DEFAULT 1
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS withdrawn (name TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS aliases (
+    name TEXT NOT NULL, epoch INTEGER NOT NULL, targets TEXT NOT NULL, PRIMARY KEY (name, epoch)
+) WITHOUT ROWID;
 """
 
 LATER_COLUMNS = {
@@ -32,8 +38,12 @@ LATER_COLUMNS = {
     "content_hash": "TEXT",
     "pinned": "INTEGER NOT NULL DEFAULT 0",
     "report": "BLOB",
+    "min_copies": "INTEGER NOT NULL DEFAULT 1",
 }
 """Columns of `adapters` that format 1 did not have."""
+
+BUSY_TIMEOUT_S = 5.0
+"""How long a write waits for another process's."""
 
 
 class AdapterRow(NamedTuple):
@@ -51,6 +61,16 @@ class AdapterRow(NamedTuple):
     pinned: bool = False
     report: bytes | None = None
     """JSON of the `LoadReport` of its load; None where unknown."""
+    min_copies: int = 1
+
+
+class AliasRow(NamedTuple):
+    """What an alias stood for from one epoch on."""
+
+    name: str
+    epoch: int
+    targets: dict[str, float]
+    """Adapter name -> share."""
 
 
 def session_journal(session: Path, app: str, deployment: str) -> Path:
@@ -59,10 +79,14 @@ def session_journal(session: Path, app: str, deployment: str) -> Path:
 
 
 class Journal:
-    """Epoch counter, adapters, and static adapters withdrawn at run time.
+    """Epoch counter, adapters, aliases, and static adapters withdrawn at run time.
 
     The last process to open a journal owns it; an earlier owner's writes are refused, so that two routers never hand
     out one epoch twice.
+
+    It is written ahead (WAL) on this machine's own storage. On storage that other machines share it keeps a rollback
+    journal instead: a WAL's readers and writers share memory, which machines do not, while a rollback journal needs no
+    more than the file locks of POSIX.
 
     Args:
         path: Database file; unset keeps everything in memory.
@@ -74,14 +98,19 @@ class Journal:
     def __init__(self, path: Path | None) -> None:
         self._where = "memory" if path is None else str(path)
         self._owner = uuid.uuid4().hex
+        self.on_replaced: Callable[[str], None] = lambda run: None
+        """Called with the run of a later owner when a write is refused for its sake."""
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
             # The owner may be built on one thread and used on another, never at once.
             self._database = sqlite3.connect(
-                ":memory:" if path is None else path, timeout=5, isolation_level=None, check_same_thread=False
+                ":memory:" if path is None else path,
+                timeout=BUSY_TIMEOUT_S,
+                isolation_level=None,
+                check_same_thread=False,
             )
-            self._open()
+            self._open("TRUNCATE" if path is not None and is_shared(path) else "WAL")
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(
                 f"the adapter journal {self._where} cannot be opened ({error}); "
@@ -107,6 +136,11 @@ class Journal:
         """Static adapters that were unloaded in the journal's run."""
         return {name for (name,) in self._database.execute("SELECT name FROM withdrawn")}
 
+    def aliases(self) -> list[AliasRow]:
+        """All that aliases stood for, in the order of the epochs."""
+        rows = self._database.execute("SELECT name, epoch, targets FROM aliases ORDER BY epoch")
+        return [AliasRow(name, epoch, json.loads(targets)) for name, epoch, targets in rows]
+
     @contextmanager
     def transaction(self) -> Iterator["JournalWriter"]:
         """Commit what is written in the block, or nothing.
@@ -118,6 +152,7 @@ class Journal:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 if self._meta("owner") != self._owner:
+                    self.on_replaced(self.run)
                     raise LoRAFleetError(
                         "this router has been replaced: another process opened the adapter journal "
                         f"{self._where}; send the request again"
@@ -138,8 +173,12 @@ class Journal:
         """Close the database; the journal is unusable afterwards."""
         self._database.close()
 
-    def _open(self) -> None:
-        self._database.execute("PRAGMA journal_mode = WAL")
+    def _open(self, mode: str) -> None:
+        try:
+            self._database.execute(f"PRAGMA journal_mode = {mode}")
+        except sqlite3.OperationalError as error:
+            # Another process has it open in its other mode, as a version before this one may; it goes on in that.
+            logger.warning("the adapter journal %s stays in the mode it is in: %s", self._where, error)
         # A change is acknowledged only once it is safe from a power cut.
         self._database.execute("PRAGMA synchronous = FULL")
         (found,) = self._database.execute("PRAGMA user_version").fetchone()
@@ -190,6 +229,20 @@ class JournalWriter:
     def remove(self, name: str) -> None:
         """Forget an adapter."""
         self._database.execute("DELETE FROM adapters WHERE name = ?", (name,))
+
+    def put_alias(self, alias: AliasRow) -> None:
+        """Add what an alias stands for from an epoch on."""
+        self._database.execute(
+            "INSERT INTO aliases VALUES (?, ?, ?)", (alias.name, alias.epoch, json.dumps(alias.targets))
+        )
+
+    def remove_alias(self, name: str, epoch: int) -> None:
+        """Forget what an alias stood for from this epoch on."""
+        self._database.execute("DELETE FROM aliases WHERE name = ? AND epoch = ?", (name, epoch))
+
+    def cut_alias(self, name: str, epoch: int) -> None:
+        """Forget what an alias stood for before this epoch."""
+        self._database.execute("DELETE FROM aliases WHERE name = ? AND epoch < ?", (name, epoch))
 
     def withdraw(self, name: str) -> None:
         """Remember that a static adapter was unloaded in this run."""

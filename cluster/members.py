@@ -1,51 +1,21 @@
-"""The live replicas: leases, acknowledgements and residency, as the router actor sees them."""
+"""The live replicas: leases, acknowledgements and residency, as the router actor sees them.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+Of what replicas have acknowledged only the exceptions are kept: what one has yet to do, and what it has refused. The
+cost is theirs, not that of adapters times replicas.
+"""
 
-from cluster.changes import Topic
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from cluster.changes import Change, Topic, topic_of
 from cluster.entry import AdapterEntry
 from cluster.fleet import Outcome, ReplicaState
+from cluster.member import Member, Word
 from cluster.verdict import text_of
 from lora_core.errors import ReplicaUnknown
 from lora_core.messages import Residency
-from lora_core.types import AdapterRef, LoRAResponse, LoRAStatus
-
-NOTHING_REPORTED = Residency(sequence=-1, resident=[], loaded=[])
-"""What is known of a replica that has not reported its residency yet."""
-
-AS_REGISTERED = LoRAResponse(LoRAStatus.SUCCESS, "it was so when the replica registered")
-"""What stands for the answer of a replica that registered after a change, and had nothing to do for it."""
-
-
-class Word(NamedTuple):
-    """A replica's last word on a topic, and the epoch it acknowledged with it."""
-
-    epoch: int
-    response: LoRAResponse
-
-
-@dataclass
-class Member:
-    """One live replica."""
-
-    replica_id: str
-    expires_at: float
-    since: int
-    """Last change before it registered."""
-    behind: set[Topic]
-    """What it was told to change when it registered, and has not acknowledged yet."""
-    words: dict[Topic, Word] = field(default_factory=dict)
-    residency: Residency | None = None
-    num_slots: int = 0
-
-    def response(self, topic: Topic, epoch: int) -> LoRAResponse | None:
-        """What the replica answered to the change of `epoch`, or to a later one of the topic; None before it did."""
-        word = self.words.get(topic)
-        if word is not None and word.epoch >= epoch:
-            return word.response
-        return AS_REGISTERED if epoch <= self.since and topic not in self.behind else None
+from lora_core.types import LoRAStatus
+from lora_core.workload import Workload
 
 
 class Members:
@@ -53,15 +23,16 @@ class Members:
 
     Args:
         lease_s: A replica silent for longer than this is dropped.
+        served: The adapters that can be asked for, by name: a live view.
     """
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, served: Mapping[str, AdapterEntry]) -> None:
         self.lease_s = lease_s
+        self._served = served
         self._members: dict[str, Member] = {}
-        # What `states` last worked out, for as long as neither the member nor the adapters have changed.
-        self._states: dict[str, ReplicaState] = {}
-        self._ready: dict[str, AdapterEntry] = {}
-        self._names: frozenset[str] = frozenset()
+        # Topics somebody waits for the answers on: successes are kept, too.
+        self._asked: set[Topic] = set()
+        self._dirty: set[str] = set()
 
     @property
     def live(self) -> list[Member]:
@@ -73,10 +44,17 @@ class Members:
         """When the first lease ends; None without members."""
         return min((member.expires_at for member in self._members.values()), default=None)
 
-    def add(self, replica_id: str, now: float, since: int, behind: Iterable[Topic]) -> None:
-        """Enter a replica that is where the fleet is at epoch `since`, except for the topics it is behind on."""
-        self._members[replica_id] = Member(replica_id, now + self.lease_s, since, set(behind))
-        self._states.pop(replica_id, None)
+    @property
+    def num_joined(self) -> int:
+        """Members that take requests: they have reported what they hold."""
+        return sum(member.residency is not None for member in self._members.values())
+
+    # Coming and going
+
+    def add(self, replica_id: str, now: float, epoch: int, behind: Iterable[Topic]) -> None:
+        """Enter a replica that is where the fleet is at `epoch`, except for the topics it is behind on."""
+        self._drop(replica_id)
+        self._members[replica_id] = Member(replica_id, now + self.lease_s, pending=dict.fromkeys(behind, epoch))
 
     def get(self, replica_id: str) -> Member:
         """The member of this id. Raises ReplicaUnknown."""
@@ -84,6 +62,10 @@ class Members:
             return self._members[replica_id]
         except KeyError:
             raise ReplicaUnknown(f"replica {replica_id!r} is not registered, or its lease ended; register it") from None
+
+    def find(self, replica_id: str) -> Member | None:
+        """The member of this id; None where there is none."""
+        return self._members.get(replica_id)
 
     def renew(self, replica_id: str, now: float) -> Member:
         """Extend a lease. Raises ReplicaUnknown."""
@@ -95,90 +77,149 @@ class Members:
         """Drop members whose lease has ended; returns their ids."""
         gone = [replica_id for replica_id, member in self._members.items() if member.expires_at <= now]
         for replica_id in gone:
-            del self._members[replica_id]
-            self._states.pop(replica_id, None)
+            self._drop(replica_id)
         return gone
 
-    def acknowledge(self, member: Member, outcomes: Iterable[Outcome], entries: Mapping[str, AdapterEntry]) -> None:
-        """Note what a replica has applied. Words on adapters that are no longer in `entries` are not kept."""
-        for outcome in outcomes:
-            if outcome.epoch >= member.since:
-                member.behind.discard(outcome.topic)
-            word = member.words.get(outcome.topic)
-            if outcome.topic.name in entries and (word is None or word.epoch <= outcome.epoch):
-                member.words[outcome.topic] = Word(outcome.epoch, outcome.response)
-        self._states.pop(member.replica_id, None)
+    # Changes and their outcomes
+
+    def expect(self, change: Change) -> None:
+        """Note that those it is for have yet to acknowledge a change; called for each one as it is recorded."""
+        topic = topic_of(change.request)
+        for member in self._members.values():
+            if change.is_for(member.replica_id):
+                member.expect(topic, change.epoch, swaps=change.request.replace)
+                self._stir(member, topic.name)
+
+    @contextmanager
+    def asked(self, topic: Topic) -> Iterator[None]:
+        """Keep successes on a topic, too, within the block."""
+        self._asked.add(topic)
+        try:
+            yield
+        finally:
+            self._asked.discard(topic)
+            for member in self._members.values():
+                member.successes.pop(topic, None)
+
+    def acknowledge(self, member: Member, outcomes: Iterable[Outcome], names: Mapping[str, object]) -> list[Outcome]:
+        """Note what a replica has applied; returns what it had yet to acknowledge.
+
+        Words on adapters that are none of `names` are not kept.
+        """
+        news = [outcome for outcome in outcomes if member.hear(outcome.topic, outcome.epoch)]
+        for outcome in news:
+            topic, word = outcome.topic, Word(outcome.epoch, outcome.response)
+            if topic.name not in names:
+                continue
+            if outcome.response.status is not LoRAStatus.SUCCESS:
+                member.refusals[topic] = word
+            elif topic in self._asked:
+                member.successes[topic] = word
+            self._stir(member, topic.name)
+        return news
+
+    def end_swap(self, name: str) -> None:
+        """Note that requests now need what has replaced an adapter: who has yet to swap does not serve it."""
+        for member in self._members.values():
+            if name in member.swapping:
+                member.swapping.discard(name)
+                self._dirty.add(member.replica_id)
 
     def forget(self, name: str) -> None:
         """Drop every word on an adapter that is gone."""
         for member in self._members.values():
-            for is_pin in (False, True):
-                member.words.pop(Topic(name, is_pin), None)
+            member.forget(name)
+            self._stir(member, name)
+
+    # Residency and work
 
     def report(self, member: Member, residency: Residency, num_slots: int) -> bool:
-        """Note what a replica holds; False for a report older than the one known."""
-        if member.residency is not None and residency.sequence <= member.residency.sequence:
+        """Note what a replica holds; False for a report older than the one known, or one that builds on one unknown."""
+        before = member.residency
+        if before is not None and residency.sequence <= before.sequence:
             return False
-        member.residency = residency
-        member.num_slots = num_slots
-        self._states.pop(member.replica_id, None)
+        full = residency.over(before)
+        if full is None:
+            return False
+        member.take(full, num_slots)
+        self._dirty.add(member.replica_id)
         return True
 
-    def states(self, ready: Mapping[str, AdapterEntry]) -> dict[str, ReplicaState]:
-        """What each member holds of the adapters now served."""
-        if ready != self._ready:
-            self._ready, self._names = dict(ready), frozenset(ready)
-            self._states.clear()
-        for replica_id in self._members.keys() - self._states.keys():
-            self._states[replica_id] = self._state(self._members[replica_id])
-        return {replica_id: self._states[replica_id] for replica_id in self._members}
+    def note_work(self, member: Member, work: Workload) -> bool:
+        """Note what a replica has done; whether this changes what is published of it."""
+        is_news = member.take_work(work)
+        if is_news:
+            self._dirty.add(member.replica_id)
+        return is_news
 
-    def status(self, name: str, entry: AdapterEntry) -> dict[str, str]:
+    def hint(self, replica_id: str, names: Iterable[str], until: float) -> bool:
+        """Note that served adapters are on their way to a slot of a replica; False where nothing of this is news."""
+        member = self._members.get(replica_id)
+        wanted = {name: until for name in names if name in self._served} if member is not None else {}
+        if member is None or not wanted:
+            return False
+        is_news = not wanted.keys() <= member.hints.keys()
+        member.hints.update(wanted)
+        if is_news:
+            self._dirty.add(replica_id)
+        return is_news
+
+    @property
+    def any_hints(self) -> bool:
+        """Whether any load is believed to be on its way for a hint's sake."""
+        return any(member.hints for member in self._members.values())
+
+    def drop_hints(self, now: float) -> bool:
+        """Forget hints that are older than they last; whether there were any."""
+        any_dropped = False
+        for member in self._members.values():
+            for name in [name for name, until in member.hints.items() if until <= now]:
+                del member.hints[name]
+                self._dirty.add(member.replica_id)
+                any_dropped = True
+        return any_dropped
+
+    # For the table
+
+    def names_changed(self, names: Iterable[str]) -> None:
+        """Note that these adapters are served, no longer served, or served as another generation."""
+        names = list(names)
+        for member in self._members.values():
+            if any(member.speaks_of(name) for name in names):
+                member.served_in_memory = None
+                self._dirty.add(member.replica_id)
+
+    def take_changed(self) -> dict[str, ReplicaState | None]:
+        """Rows of the members that may have changed since this was last asked; None for those that are gone."""
+        changed = {replica_id: self._row(replica_id) for replica_id in self._dirty}
+        self._dirty.clear()
+        return changed
+
+    def status(self, entry: AdapterEntry) -> dict[str, str]:
         """Each member's part in one adapter that is served, see `cluster.fleet.AdapterInFleet`."""
         states = {}
         for member in self._members.values():
-            response = member.response(Topic(name, is_pin=False), entry.generation)
-            report, served = member.residency or NOTHING_REPORTED, AdapterRef(name, entry.generation)
-            if served in report.resident:
-                states[member.replica_id] = "slot"
-            elif served in report.in_memory:
-                states[member.replica_id] = "host"
-            elif served in report.loaded:
-                states[member.replica_id] = "disk"
+            tier = member.tier(entry.name, entry.generation)
+            response = member.response(Topic(entry.name, is_pin=False), entry.generation)
+            if tier is not None:
+                states[member.replica_id] = tier
             elif response is None:
                 states[member.replica_id] = "loading"
+            elif response.status is LoRAStatus.SUCCESS:
+                states[member.replica_id] = "loaded" if member.residency is None else "disk"
             else:
-                loaded = response.status is LoRAStatus.SUCCESS
-                states[member.replica_id] = "loaded" if loaded else f"refused: {text_of(response)}"
+                states[member.replica_id] = f"refused: {text_of(response)}"
         return states
 
-    def _state(self, member: Member) -> ReplicaState:
-        report = member.residency or NOTHING_REPORTED
-        loaded, in_memory = self._served(report.loaded) | self._acknowledged(member), self._served(report.in_memory)
-        # While an adapter is replaced, a replica that has yet to swap serves requests as before: they ask for no more.
-        before = ((name, entry.epoch) for name, entry in self._ready.items() if entry.epoch < entry.generation)
-        usable = loaded | {name for name, epoch in before if _has_loaded(member, name, epoch)}
-        return ReplicaState(
-            resident=self._served(report.resident),
-            # One object for all replicas that have everything: a pickled table then holds the names once.
-            in_memory=self._names if in_memory == self._names else in_memory,
-            loaded=self._names if loaded == self._names else loaded,
-            refused=self._names - usable,
-            num_slots=member.num_slots,
-            num_slots_used=len(report.resident),
-            sequence=report.sequence,
-        )
+    def _stir(self, member: Member, name: str) -> None:
+        """Note that a member's part in an adapter has changed. Of one that is not served nothing is published."""
+        if name in self._served:
+            self._dirty.add(member.replica_id)
 
-    def _acknowledged(self, member: Member) -> set[str]:
-        """Names whose generation now served the replica says it has loaded."""
-        return {name for name, entry in self._ready.items() if _has_loaded(member, name, entry.generation)}
+    def _row(self, replica_id: str) -> ReplicaState | None:
+        member = self._members.get(replica_id)
+        return None if member is None else member.state(self._served)
 
-    def _served(self, refs: Iterable[AdapterRef]) -> frozenset[str]:
-        """Names of the references whose generation is the one served."""
-        ready = self._ready
-        return frozenset(name for name, generation in refs if name in ready and ready[name].generation == generation)
-
-
-def _has_loaded(member: Member, name: str, epoch: int) -> bool:
-    response = member.response(Topic(name, is_pin=False), epoch)
-    return response is not None and response.status is LoRAStatus.SUCCESS
+    def _drop(self, replica_id: str) -> None:
+        self._members.pop(replica_id, None)
+        self._dirty.add(replica_id)

@@ -5,24 +5,28 @@ is committed to the journal before the method that makes it returns; only what u
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
 
+from cluster.aliases import AliasBook
+from cluster.catch_up import catch_up
 from cluster.changes import Change, ChangeLog
 from cluster.entry import AdapterEntry
-from cluster.fingerprint import folder_fingerprint, is_changed, is_unchanged
+from cluster.fingerprint import is_changed, is_unchanged
+from cluster.fleet import Alias
 from cluster.journal import Journal, JournalWriter
-from cluster.names import staged_name
+from cluster.names import nearest, staged_name
+from cluster.restored import decode_report, restore
 from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, LoRAFleetError
-from lora_core.types import LoadReport, LoRAOperation, LoRARequest
+from lora_core.types import LoadReport, LoRARequest
 
 logger = logging.getLogger(__name__)
 
 
 class AdapterRegistry:
-    """The desired adapters.
+    """The desired adapters, and the aliases that stand for them.
 
     At start the journal is read back. An adapter found loading there was never acknowledged to anyone: it is dropped,
     its name is free, and replicas that hold it are told to unload it when they register. One found unloading is gone.
@@ -45,11 +49,17 @@ class AdapterRegistry:
 
     def __init__(self, journal: Path | None = None, *, static: Mapping[str, str] | None = None, run: str = "") -> None:
         self._journal = Journal(journal)
-        self._entries: dict[str, AdapterEntry] = {}
-        self._reports: dict[str, bytes] = {}
-        self._restore()
-        self._merge_static(static or {}, run)
+        self._entries, self._reports = restore(self._journal, static or {}, run)
+        self._ready = dict(self._entries)
+        self.changed = set(self._entries)
+        """Names of adapters that are served otherwise than before; emptied by whoever reads it."""
+        self.aliases = AliasBook(self._journal, self._ready)
         self._log = ChangeLog(self._journal.epoch)
+        self.on_change: Callable[[Change], None] = lambda change: None
+        """Called with each change of adapters, before the method that makes it returns."""
+        self.on_replaced: Callable[[str], None] = lambda run: None
+        """Called when a change is refused because a router of this run has opened the journal since."""
+        self._journal.on_replaced = lambda run: self.on_replaced(run)
 
     @property
     def epoch(self) -> int:
@@ -61,18 +71,18 @@ class AdapterRegistry:
         """All entries by name, whatever their state."""
         return self._entries
 
+    @property
+    def served(self) -> Mapping[str, AdapterEntry]:
+        """The adapters that can be asked for: a live view."""
+        return self._ready
+
     def ready(self) -> dict[str, AdapterEntry]:
-        """The adapters that can be asked for."""
-        return {name: entry for name, entry in self._entries.items() if entry.state == "ready"}
+        """The adapters that can be asked for, as they are now."""
+        return dict(self._ready)
 
     def report(self, name: str) -> LoadReport | None:
         """What the load of an adapter's generation found; None where it is not known."""
-        found = self._reports.get(name)
-        try:
-            return None if found is None else msgspec.json.decode(found, type=LoadReport)
-        except msgspec.MsgspecError:
-            # Written by a version that reports other things.
-            return None
+        return decode_report(self._reports.get(name))
 
     # Loading
 
@@ -86,7 +96,7 @@ class AdapterRegistry:
 
         Raises:
             AdapterNameTaken: the name belongs to an adapter from another path, from other files that were at this
-                path, or one that is being changed.
+                path, or one that is being changed; or to an alias.
         """
         entry = self._entries.get(name)
         if entry is not None and (entry.path, entry.state) == (path, "ready"):
@@ -102,31 +112,34 @@ class AdapterRegistry:
                 f"adapter {name!r} {state} from {entry.path!r}, asked for {path!r}; "
                 "unload it first, send load_inplace: true to replace it, or use another name"
             )
+        if self.aliases.get(name) is not None:
+            raise AdapterNameTaken(f"{name!r} is an alias; remove it first, or use another name for the adapter")
         with self._journal.transaction() as write:
             epoch = write.next_epoch(self.epoch)
             entry = AdapterEntry(
                 name=name, path=path, generation=epoch, state="loading", epoch=epoch, fingerprint=fingerprint
             )
             write.put(entry.row())
-        self._entries[name] = entry
+        self._set(entry)
         return self._record(epoch, entry.load_request())
 
     def commit_load(self, name: str, report: LoadReport | None = None) -> AdapterEntry:
         """Make a loading adapter ready, as the content that `report` names."""
         entry = self._entries[name]
         assert entry.state == "loading", f"{name!r} is {entry.state}"
-        content_hash = None if report is None else report.content_hash
-        entry = msgspec.structs.replace(entry, state="ready", content_hash=content_hash)
+        entry = msgspec.structs.replace(entry.as_loaded(report), state="ready")
         with self._journal.transaction() as write:
             self._put(write, entry, report)
-        self._set(entry, report)
+        self._set(entry)
+        self._set_report(name, report)
         return entry
 
     def rollback_load(self, name: str) -> Change:
         """Undo a load: replicas are told to unload, and the name is free."""
-        change = self._withdraw(name)
+        entry = self._entries[name]
+        epoch = self._withdraw(name)
         self._forget(name)
-        return change
+        return self._record(epoch, entry.unload_request())
 
     def abandon_load(self, name: str) -> Change:
         """Undo a load as `rollback_load` does, where the journal cannot be written.
@@ -138,22 +151,23 @@ class AdapterRegistry:
         self._forget(name)
         return self._record(self._next_unwritten(), entry.unload_request())
 
-    def repeat_load(self, name: str) -> Change:
-        """Ask for a ready adapter once more: replicas that have it do nothing, those that refused it try again."""
-        return self._record(self._next_unwritten(), self._entries[name].load_request())
+    def repeat_load(self, name: str, only: Collection[str]) -> Change:
+        """Ask these replicas for a ready adapter once more: those that refused it try again."""
+        return self._record(self._next_unwritten(), self._entries[name].load_request(), only)
 
     def note_content(self, name: str, report: LoadReport) -> None:
         """Note what a ready adapter is, as its first replica found it. Later ones must find the same."""
         entry = self._entries[name]
         assert entry.content_hash is None, f"{name!r} is known as {entry.content_hash}"
-        entry = msgspec.structs.replace(entry, content_hash=report.content_hash)
+        entry = entry.as_loaded(report)
         try:
             with self._journal.transaction() as write:
                 self._put(write, entry, report)
         except LoRAFleetError as error:
             # It holds for this router all the same; the next one finds it out again.
             logger.warning("adapter %r: its content hash was not journalled: %s", name, error)
-        self._set(entry, report)
+        self._set(entry)
+        self._set_report(name, report)
 
     # Replacing
 
@@ -165,7 +179,7 @@ class AdapterRegistry:
         arguments it takes.
 
         Raises:
-            AdapterNameTaken: the adapter is being changed.
+            AdapterNameTaken: the adapter is being changed, or the name is an alias.
         """
         entry = self._entries.get(name)
         if entry is None or entry.state != "ready":
@@ -183,25 +197,25 @@ class AdapterRegistry:
         with self._journal.transaction() as write:
             epoch = write.next_epoch(self.epoch)
             new = msgspec.structs.replace(
-                entry,
+                entry.as_loaded(report),
                 path=staged.path,
                 generation=epoch,
                 fingerprint=staged.fingerprint,
-                content_hash=None if report is None else report.content_hash,
                 static=entry.static and entry.path == staged.path,
             )
             if report is not None:
                 report = msgspec.structs.replace(report, generation=epoch)
             write.remove(staged.name)
-            self._put(write, new, report, was_static=entry.static)
-        self._entries[staged.name] = msgspec.structs.replace(staged, state="unloading")
-        self._set(new, report)
+            self._put(write, new, report)
+        self._set(msgspec.structs.replace(staged, state="unloading"))
+        self._set(new)
+        self._set_report(name, report)
         return self._record(epoch, new.load_request(replace=True))
 
     def finish_replace(self, name: str) -> Change:
         """Have replicas drop what was staged, and requests see what has replaced it."""
         entry, staged = self._entries[name], self._entries[staged_name(name)]
-        self._entries[name] = msgspec.structs.replace(entry, epoch=entry.generation)
+        self._set(msgspec.structs.replace(entry, epoch=entry.generation))
         self._forget(staged.name)
         return self._record(self._next_unwritten(), staged.unload_request())
 
@@ -210,13 +224,12 @@ class AdapterRegistry:
         entry, staged = self._entries[name], self._entries[staged_name(name)]
         is_static = entry.static and entry.path == staged.path
         kept = msgspec.structs.replace(entry, path=staged.path, fingerprint=staged.fingerprint, static=is_static)
-        report = self.report(name)
         with self._journal.transaction() as write:
-            self._put(write, kept, report, was_static=entry.static)
-        self._set(kept, report)
+            self._put(write, kept, self.report(name))
+        self._set(kept)
         return kept
 
-    # Pinning
+    # Slots
 
     def set_pin(self, name: str, pinned: bool, most: int | None = None) -> Change | None:
         """Keep an adapter in a slot of every replica, or no longer; None where it is so already.
@@ -230,9 +243,7 @@ class AdapterRegistry:
             AdapterNotFound: no such adapter.
             AdapterError: `most` are pinned already; both numbers are named.
         """
-        entry = self._entries.get(name)
-        if entry is None or entry.state != "ready":
-            raise self._not_found(name)
+        entry = self._ready_entry(name)
         if entry.pinned == pinned:
             return None
         count = 1 + sum(other.pinned for other in self._entries.values())
@@ -243,16 +254,38 @@ class AdapterRegistry:
                 "unpin another one, or raise max_num_loras"
             )
         entry = msgspec.structs.replace(entry, pinned=pinned)
-        with self._journal.transaction() as write:
-            epoch = write.next_epoch(self.epoch)
-            self._put(write, entry, self.report(name))
-        self._entries[name] = entry
-        return self._record(epoch, entry.pin_request())
+        return self._record(self._update(entry), entry.pin_request())
 
-    def repeat_pin(self, name: str) -> Change | None:
+    def repeat_pin(self, name: str, only: Collection[str] = ()) -> Change | None:
         """Ask for a pin once more, of replicas that could not load the adapter before; None where it is not pinned."""
-        entry = self._entries[name]
-        return self._record(self._next_unwritten(), entry.pin_request()) if entry.pinned else None
+        pin = self._entries[name].pin_request() if self._entries[name].pinned else None
+        return None if pin is None else self._record(self._next_unwritten(), pin, only)
+
+    def set_min_copies(self, name: str, min_copies: int) -> AdapterEntry:
+        """Change how many replicas should have an adapter in a slot at least. Raises AdapterNotFound."""
+        entry = self._ready_entry(name)
+        if entry.min_copies != min_copies:
+            entry = msgspec.structs.replace(entry, min_copies=min_copies)
+            self._log.advance(self._update(entry))
+        return entry
+
+    # Aliases
+
+    def set_alias(self, name: str, weights: Mapping[str, float]) -> Alias:
+        """Point an alias at weighted adapters, see `AliasBook.set`. Raises AdapterNameTaken, InvalidRequest."""
+        if name in self._entries:
+            raise AdapterNameTaken(f"{name!r} is an adapter; unload it first, or use another name for the alias")
+        return self._noted(self.aliases.set(name, weights, self.epoch))
+
+    def roll_back_alias(self, name: str) -> Alias:
+        """Point an alias at what it stood for before; returns and raises as `AliasBook.roll_back` does."""
+        return self._noted(self.aliases.roll_back(name, self.epoch))
+
+    def remove_alias(self, name: str) -> int:
+        """Forget an alias; returns the epoch. Raises AdapterNotFound."""
+        epoch = self.aliases.remove(name, self.epoch)
+        self._log.advance(epoch)
+        return epoch
 
     # Unloading
 
@@ -261,13 +294,20 @@ class AdapterRegistry:
 
         Raises:
             AdapterNotFound: no such adapter, or it is unloading already.
+            AdapterNameTaken: an alias points to it.
         """
         entry = self._entries.get(name)
         if entry is None or entry.state == "unloading":
             raise self._not_found(name)
-        change = self._withdraw(name)
-        self._entries[name] = msgspec.structs.replace(entry, state="unloading", epoch=change.epoch, pinned=False)
-        return change
+        aliases = self.aliases.pointing_to(name)
+        if aliases:
+            raise AdapterNameTaken(
+                f"adapter {name!r} was not unloaded: alias(es) {', '.join(map(repr, aliases))} point to it; "
+                "move or remove them first"
+            )
+        epoch = self._withdraw(name)
+        self._set(msgspec.structs.replace(entry, state="unloading", epoch=epoch, pinned=False))
+        return self._record(epoch, entry.unload_request())
 
     def finish_unload(self, name: str) -> None:
         """Forget an unloading adapter."""
@@ -281,38 +321,8 @@ class AdapterRegistry:
         return self._log.since(epoch)
 
     def catch_up(self, holding: Mapping[str, int], pinned: Collection[str] = ()) -> list[Change]:
-        """What turns a replica that holds these generations (by name) into one that has applied every change.
-
-        Unloads come first, then loads, which take the place of other generations at once, then pins. Adapters still
-        loading are included, those unloading are not.
-        """
-        wanted = {name: entry for name, entry in self._entries.items() if entry.state != "unloading"}
-        missing = sorted(
-            (entry for name, entry in wanted.items() if holding.get(name) != entry.generation),
-            key=lambda entry: entry.generation,
-        )
-        # When these adapters were unloaded may be forgotten; what counts is that epochs rise along the list.
-        before = missing[0].generation - 1 if missing else self.epoch
-        unloads = [
-            Change(epoch=before, request=LoRARequest(LoRAOperation.UNLOAD, name, generation=generation))
-            for name, generation in holding.items()
-            if name not in wanted
-        ]
-        lost = {entry.name for entry in missing if entry.name not in holding}
-        pins = [
-            Change(epoch=self.epoch, request=entry.pin_request())
-            for name, entry in wanted.items()
-            if entry.pinned != (name in pinned and name not in lost)
-        ]
-        loads = [
-            Change(
-                epoch=entry.generation,
-                request=entry.load_request(replace=entry.name in holding),
-                static=entry.static,
-            )
-            for entry in missing
-        ]
-        return unloads + loads + pins
+        """What brings a replica that holds these generations, by name, to where the fleet is: `cluster.catch_up`."""
+        return catch_up(self._entries, self.epoch, holding, pinned)
 
     def close(self) -> None:
         """Close the journal; the registry is unusable afterwards."""
@@ -321,35 +331,56 @@ class AdapterRegistry:
     # Inside
 
     def _not_found(self, name: str) -> AdapterNotFound:
-        loaded = ", ".join(sorted(self.ready())) or "none"
-        return AdapterNotFound(f"no adapter named {name!r} is loaded; loaded: {loaded}")
+        return AdapterNotFound(f"no adapter named {name!r} is loaded; {nearest(name, self._ready)}")
 
-    def _put(
-        self, write: JournalWriter, entry: AdapterEntry, report: LoadReport | None, was_static: bool = False
-    ) -> None:
-        write.put(entry.row(None if report is None else msgspec.json.encode(report)))
-        if was_static and not entry.static:
-            write.withdraw(entry.name)
+    def _ready_entry(self, name: str) -> AdapterEntry:
+        if name not in self._ready:
+            raise self._not_found(name)
+        return self._ready[name]
 
-    def _set(self, entry: AdapterEntry, report: LoadReport | None) -> None:
-        self._entries[entry.name] = entry
-        self._reports.pop(entry.name, None)
+    def _set(self, entry: AdapterEntry) -> None:
+        """Have an entry in its state; in the journal it is so already, or need not be."""
+        name = entry.name
+        self._entries[name] = entry
+        if entry.state == "ready":
+            self._ready[name] = entry
+            self.changed.add(name)
+        elif self._ready.pop(name, None) is not None:
+            self.changed.add(name)
+
+    def _set_report(self, name: str, report: LoadReport | None) -> None:
+        self._reports.pop(name, None)
         if report is not None:
-            self._reports[entry.name] = msgspec.json.encode(report)
+            self._reports[name] = msgspec.json.encode(report)
 
     def _forget(self, name: str) -> None:
         del self._entries[name]
         self._reports.pop(name, None)
+        if self._ready.pop(name, None) is not None:
+            self.changed.add(name)
 
-    def _withdraw(self, name: str) -> Change:
-        """Take an adapter out of the journal: from here on a restart does not bring it back."""
-        entry = self._entries[name]
+    def _put(self, write: JournalWriter, entry: AdapterEntry, report: LoadReport | None) -> None:
+        write.put(entry.row(None if report is None else msgspec.json.encode(report)))
+        before = self._entries.get(entry.name)
+        if before is not None and before.static and not entry.static:
+            write.withdraw(entry.name)
+
+    def _update(self, entry: AdapterEntry) -> int:
+        """Journal a ready adapter that is loaded as before, and have it so; returns the epoch."""
+        with self._journal.transaction() as write:
+            epoch = write.next_epoch(self.epoch)
+            self._put(write, entry, self.report(entry.name))
+        self._set(entry)
+        return epoch
+
+    def _withdraw(self, name: str) -> int:
+        """Take an adapter out of the journal: from here on a restart does not bring it back. Returns the epoch."""
         with self._journal.transaction() as write:
             epoch = write.next_epoch(self.epoch)
             write.remove(name)
-            if entry.static:
+            if self._entries[name].static:
                 write.withdraw(name)
-        return self._record(epoch, entry.unload_request())
+        return epoch
 
     def _next_unwritten(self) -> int:
         """An epoch that the journal does not know of: its own next one comes after it.
@@ -358,75 +389,11 @@ class AdapterRegistry:
         """
         return self.epoch + 1
 
-    def _record(self, epoch: int, request: LoRARequest) -> Change:
-        return self._log.record(Change(epoch=epoch, request=request))
+    def _noted(self, alias: Alias) -> Alias:
+        if alias.epoch > self.epoch:
+            self._log.advance(alias.epoch)
+        return alias
 
-    def _restore(self) -> None:
-        for row in self._journal.adapters():
-            if row.state == "ready":
-                self._entries[row.name] = AdapterEntry.restored(row)
-                if row.report is not None:
-                    self._reports[row.name] = row.report
-                continue
-            logger.warning("adapter %r was still loading when the router stopped: dropped, load it again", row.name)
-            with self._journal.transaction() as write:
-                write.remove(row.name)
-
-    def _renew_content(self) -> None:
-        """Note what a new run's replicas will load; files that changed make a new generation."""
-        for entry in list(self._entries.values()):
-            found = folder_fingerprint(entry.path)
-            if is_unchanged(entry.fingerprint, found):
-                continue
-            # Whether the files are those of then is not known, or known not to be so.
-            renewed = msgspec.structs.replace(entry, fingerprint=found or entry.fingerprint, content_hash=None)
-            with self._journal.transaction() as write:
-                if is_changed(entry.fingerprint, found):
-                    logger.warning(
-                        "adapter %r: the files in %r have changed since it was loaded; this run serves the new ones",
-                        entry.name,
-                        entry.path,
-                    )
-                    epoch = write.next_epoch()
-                    renewed = msgspec.structs.replace(renewed, generation=epoch, epoch=epoch)
-                write.put(renewed.row())
-            self._entries[entry.name] = renewed
-            self._reports.pop(entry.name, None)
-
-    def _merge_static(self, static: Mapping[str, str], run: str) -> None:
-        new_run = run != self._journal.run
-        withdrawn = set() if new_run else self._journal.withdrawn()
-        for name in [name for name, entry in self._entries.items() if entry.static and name not in static]:
-            logger.warning("adapter %r is no longer in lora_paths: dropped", name)
-            with self._journal.transaction() as write:
-                write.remove(name)
-            self._forget(name)
-        for name, path in static.items():
-            if name not in withdrawn:
-                self._set_static(name, path)
-        if new_run:
-            self._renew_content()
-            # Last, so that a start that is cut short is still a new run when it is tried again.
-            with self._journal.transaction() as write:
-                write.begin_run(run)
-
-    def _set_static(self, name: str, path: str) -> None:
-        entry = self._entries.get(name)
-        if entry is not None and entry.path != path:
-            logger.warning("adapter %r: lora_paths says %r, which replaces %r from the journal", name, path, entry.path)
-            self._forget(name)
-            entry = None
-        with self._journal.transaction() as write:
-            if entry is None:
-                epoch = write.next_epoch()
-                entry = AdapterEntry(
-                    name=name,
-                    path=path,
-                    generation=epoch,
-                    state="ready",
-                    epoch=epoch,
-                    fingerprint=folder_fingerprint(path),
-                )
-            entry = msgspec.structs.replace(entry, static=True)
-            self._put(write, entry, self.report(name))
-        self._entries[name] = entry
+    def _record(self, epoch: int, request: LoRARequest, only: Collection[str] = ()) -> Change:
+        self.on_change(change := self._log.record(Change(epoch=epoch, request=request, only=tuple(only))))
+        return change

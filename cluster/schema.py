@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from cluster.progress import Deadlines
 from lora_core.config import EngineSettings, LoRAConfig, Settings
 from lora_core.errors import ConfigError
 
@@ -15,12 +16,46 @@ DEMO_MODEL = "demo"
 
 
 class ReplicaSettings(Settings):
-    """The `replica` section: how long a replica waits for its engine process."""
+    """The `replica` section: a replica's patience, and how it streams."""
 
     start_timeout_s: float = Field(default=300, gt=0, description="Longest start of an engine process.")
     stall_timeout_s: float = Field(
         default=60, gt=0, description="An engine process silent for longer than this is replaced."
     )
+    drain_timeout_s: float = Field(
+        default=120, gt=0, description="How long a replica that is to go may take to end the requests it has."
+    )
+    warm_timeout_s: float = Field(
+        default=10,
+        ge=0,
+        description=(
+            "Most time that a starting replica spends on bringing the adapters that requests will come for into slots "
+            "before it takes any; 0: none."
+        ),
+    )
+    stream_window_s: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description=(
+            "Most time that tokens of a stream after the first one wait to be sent together; 0 sends each by itself. "
+            "A replica with few streams waits less, and no token waits that ends an answer."
+        ),
+    )
+
+
+class QueueSettings(Settings):
+    """The `queue` section: how many requests wait for their first token, and how long, in each process of the ingress.
+
+    Beyond it they are refused with 429 or 503 and a `Retry-After`.
+    """
+
+    max_waiting: int = Field(default=2048, ge=1, description="Most requests that wait, of all models together.")
+    max_waiting_per_adapter: int = Field(default=256, ge=1, description="Most of them that wait for one adapter.")
+    cold_wait_s: float = Field(
+        default=120, gt=0, description="Longest wait for an adapter that is in a slot of no replica."
+    )
+    replica_wait_s: float = Field(default=60, gt=0, description="Longest wait for a replica while there is none.")
 
 
 class RouterSettings(Settings):
@@ -39,6 +74,34 @@ class RouterSettings(Settings):
     change_timeout_s: float = Field(
         default=300, gt=0, description="Longest load or unload, a download included, until all replicas have done it."
     )
+    plan_period_s: float = Field(
+        default=2, gt=0, description="How often it is planned anew which adapters should have slots on which replicas."
+    )
+
+
+class WatchdogSettings(Settings):
+    """The `watchdog` section: how long the oldest request may make no progress before something is done about it."""
+
+    adapter_deadline_s: float = Field(
+        default=60,
+        gt=0,
+        description=(
+            "Of an adapter that runs on a replica; then its requests there are ended, and it is loaded there anew."
+        ),
+    )
+    waiting_deadline_s: float = Field(
+        default=300, gt=0, description="The same where all requests of the adapter wait for a seat, a slot or files."
+    )
+    replica_deadline_s: float = Field(
+        default=120, gt=0, description="Of all adapters of a replica, and of the base model; then it is replaced."
+    )
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """The same for the judge of progress."""
+        return Deadlines(
+            adapter_s=self.adapter_deadline_s, waiting_s=self.waiting_deadline_s, replica_s=self.replica_deadline_s
+        )
 
 
 class AppSettings(Settings):
@@ -53,7 +116,20 @@ class AppSettings(Settings):
     engine: EngineSettings = EngineSettings()
     lora_config: LoRAConfig = LoRAConfig()
     replica: ReplicaSettings = ReplicaSettings()
+    queue: QueueSettings = QueueSettings()
     router: RouterSettings = RouterSettings()
+    watchdog: WatchdogSettings = WatchdogSettings()
+
+    @model_validator(mode="after")
+    def _files_come_before_deadlines(self) -> "AppSettings":
+        read_s = self.lora_config.read_timeout_s
+        for name in ("waiting_deadline_s", "replica_deadline_s"):
+            if (deadline_s := getattr(self.watchdog, name)) <= read_s:
+                raise ValueError(
+                    f"watchdog.{name} is {deadline_s:g} and lora_config.read_timeout_s {read_s:g}: requests that wait "
+                    "for an adapter's files would be taken for stalled; the deadline must be the longer one"
+                )
+        return self
 
     @property
     def base_name(self) -> str:

@@ -1,18 +1,36 @@
 """How a change of an adapter ended over the whole fleet, from what each replica answered."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 
 SHOWN_HASH = 12
 """Digits of a content hash that a message shows."""
 
+FAULTS_OF_REPLICAS = frozenset(
+    {LoRAStatus.UNAVAILABLE, LoRAStatus.LOAD_INVALID_PATH, LoRAStatus.LOAD_ERROR, LoRAStatus.UNSPECIFIED_ERROR}
+)
+"""What a load may fail with on one replica without the adapter being wrong: the replica's engine is away or late, the
+files are not there, or cannot be read or held there. All other refusals are of the adapter."""
+
 Answers = Mapping[str, LoRAResponse]
 """replica id -> its response; those that have yet to answer are left out."""
 
 
-def judge_load(name: str, answers: Answers, late: list[str], timeout_s: float) -> LoRAResponse | None:
-    """Why a load failed; None where every replica has the adapter, and the same one.
+class LoadVerdict(NamedTuple):
+    """How a load ended."""
+
+    refusal: LoRAResponse | None
+    """Why it failed and is to be undone; None where the adapter is served."""
+    behind: dict[str, str]
+    """Replica id -> why it has yet to serve the adapter, where others do."""
+
+
+def judge_load(name: str, answers: Answers, late: list[str], timeout_s: float) -> LoadVerdict:
+    """Whether an adapter is served, and where not yet.
+
+    It is served where a replica has it, all that have it have the same, and no other has a fault to find with it.
 
     Args:
         name: The adapter.
@@ -20,16 +38,47 @@ def judge_load(name: str, answers: Answers, late: list[str], timeout_s: float) -
         late: Live replicas that did not acknowledge within timeout_s.
         timeout_s: The `router.change_timeout_s` setting.
     """
-    refusals = {r: answer for r, answer in sorted(answers.items()) if answer.status is not LoRAStatus.SUCCESS}
+    failed = failures(answers)
+    if len(failed) == len(answers) or any(answer.status not in FAULTS_OF_REPLICAS for answer in failed.values()):
+        return LoadVerdict(judge_staging(name, answers, late, timeout_s), {})
+    refusal = _judge_content(name, answers)
+    if refusal is not None:
+        return LoadVerdict(refusal, {})
+    behind = {replica: text_of(answer) for replica, answer in failed.items()}
+    return LoadVerdict(None, {**behind, **dict.fromkeys(late, f"no answer within {_limit(timeout_s)} yet")})
+
+
+def judge_staging(name: str, answers: Answers, late: list[str], timeout_s: float) -> LoRAResponse | None:
+    """Why not every replica has an adapter, and the same one, as before all are to swap; None where they have.
+
+    Takes what `judge_load` takes.
+    """
+    refusals = failures(answers)
     if refusals:
         return _joined(refusals, len(answers))
     if late:
-        fault = f"no answer within {timeout_s:g} s (router.change_timeout_s) from replica(s) {', '.join(late)}"
+        fault = f"no answer within {_limit(timeout_s)} from replica(s) {', '.join(late)}"
     elif not answers:
         fault = "every replica died meanwhile; try again once /health is ok"
     else:
         return _judge_content(name, answers)
     return LoRAResponse(LoRAStatus.UNAVAILABLE, f"adapter {name!r} was not loaded: {fault}")
+
+
+def failures(answers: Answers) -> dict[str, LoRAResponse]:
+    """The answers that are no success, in the order of the replicas' ids."""
+    return {r: answer for r, answer in sorted(answers.items()) if answer.status is not LoRAStatus.SUCCESS}
+
+
+def told(name: str, done: str, num_done: int, behind: Mapping[str, str]) -> str:
+    """What became of an adapter on the replicas, in words."""
+    if not behind:
+        return f"adapter {name!r} is {done} on {num_done} replica(s)"
+    parts = "; ".join(f"{replica} does not serve it ({reason})" for replica, reason in behind.items())
+    return (
+        f"adapter {name!r} is {done} on {num_done} of {num_done + len(behind)} replicas: {parts}; "
+        "it is asked again in the background"
+    )
 
 
 def reports_of(answers: Answers) -> dict[str, LoadReport]:
@@ -51,12 +100,10 @@ def other_content(name: str, expected: str, found: str) -> LoRAResponse:
     )
 
 
-def judge_swap(name: str, answers: Answers, late: list[str]) -> str:
-    """How the last step of a replacement went, in words. It is not undone: every replica had the new content before."""
-    lost = {r: answer for r, answer in sorted(answers.items()) if answer.status != LoRAStatus.SUCCESS}
-    parts = [f"{replica} does not serve it ({text_of(answer)})" for replica, answer in lost.items()]
-    parts += [f"{replica} has yet to swap" for replica in late]
-    return "; ".join([f"adapter {name!r} is replaced on {len(answers) - len(lost)} replica(s)", *parts])
+def behind_swap(answers: Answers, late: list[str]) -> dict[str, str]:
+    """Replica id -> why it has yet to swap. That is not undone: every replica had the new content before."""
+    reasons = {replica: text_of(answer) for replica, answer in failures(answers).items()}
+    return {**reasons, **dict.fromkeys(late, "it has yet to swap")}
 
 
 def judge_pin(name: str, answers: Answers, late: list[str], timeout_s: float) -> LoRAResponse | None:
@@ -69,7 +116,7 @@ def judge_pin(name: str, answers: Answers, late: list[str], timeout_s: float) ->
     if refusals:
         return _joined(refusals, len(answers))
     if late:
-        fault = f"no answer within {timeout_s:g} s (router.change_timeout_s) from replica(s) {', '.join(late)}"
+        fault = f"no answer within {_limit(timeout_s)} from replica(s) {', '.join(late)}"
     elif all(answer.status is LoRAStatus.PIN_NAME_NONEXISTENT for answer in answers.values()):
         fault = "no replica serves it now; try again once /health is ok"
     else:
@@ -129,3 +176,7 @@ def _joined(refusals: Mapping[str, LoRAResponse], num_answers: int) -> LoRARespo
         return LoRAResponse(status, texts.pop())
     parts = "; ".join(f"{replica}: {text_of(answer)}" for replica, answer in refusals.items())
     return LoRAResponse(status, f"{len(refusals)} of {num_answers} replicas refused: {parts}")
+
+
+def _limit(timeout_s: float) -> str:
+    return f"{timeout_s:g} s (router.change_timeout_s)"

@@ -12,8 +12,14 @@ SHOWN_MODULES = 4
 
 
 def outcome_body(outcome: LoadOutcome) -> dict[str, Any]:
-    """A successful change: what was done, each replica's own words, and what a load found."""
-    body = {"status": outcome.status.value, "message": outcome.message, "replicas": outcome.per_replica}
+    """A change: what was done, each replica's own words, those that have yet to follow, and what a load found."""
+    body: dict[str, Any] = {
+        "status": outcome.status.value,
+        "message": outcome.message,
+        "replicas": outcome.per_replica,
+    }
+    if outcome.behind:
+        body["behind"] = outcome.behind
     return body if outcome.report is None else {**body, "report": report_body(outcome.report)}
 
 
@@ -24,7 +30,9 @@ def status_body(status: AdapterInFleet) -> dict[str, Any]:
         "generation": entry.generation,
         "content_hash": entry.content_hash,
         "pinned": entry.pinned,
+        "min_copies": entry.min_copies,
         "replicas": status.replicas,
+        "retries": msgspec.to_builtins(status.retries),
         "report": None if status.report is None else report_body(status.report),
     }
 

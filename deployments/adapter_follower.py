@@ -4,18 +4,21 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection
 
 from cluster.changes import Change, topic_of
-from cluster.fleet import Outcome, Registration
+from cluster.fleet import Outcome, Registration, SlotWishes
 from cluster.verdict import text_of
 from deployments.adapter_lanes import AdapterLanes, Step
 from deployments.bell import Bell
 from deployments.held_adapters import HeldAdapters
+from deployments.replica_reports import ReplicaReports
+from deployments.router_calls import Router
+from deployments.slot_keeper import SlotKeeper
 from lora_core.errors import ConfigError, EngineDead, ReplicaUnknown, RequestTimeout
 from lora_core.messages import Residency
 from lora_core.types import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
+from lora_core.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +33,8 @@ JOIN_ATTEMPTS = 4
 
 OTHER_CONTENT = "its content is not that of the other replicas"
 
-
-class Router(Protocol):
-    """What a replica asks of the router actor; `deployments.router_client.RouterClient` is one.
-
-    All but `register` raise ReplicaUnknown when the replica has to register again.
-    """
-
-    async def register(
-        self, replica_id: str, holding: Mapping[str, int] | None = None, pinned: Collection[str] = ()
-    ) -> Registration: ...
-
-    async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]: ...
-
-    async def acknowledge(self, replica_id: str, outcomes: list[Outcome]) -> list[Change]: ...
-
-    async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None: ...
+NO_WISHES = -1
+"""No version of what a router actor wishes."""
 
 
 class AdapterFollower:
@@ -57,13 +46,19 @@ class AdapterFollower:
 
     Args:
         router: The router actor.
-        apply: Loads, unloads, pins or unpins an adapter in the engine, see `HeldAdapters`.
+        apply: Loads, unloads, pins, unpins or warms an adapter in the engine, see `HeldAdapters`.
         replica_id: Serve's unique id of this replica.
         num_slots: Adapter slots of its engine.
+        protect: Tells the engine which adapters are to lose their slots last.
     """
 
     def __init__(
-        self, router: Router, apply: Callable[[LoRARequest], Awaitable[LoRAResponse]], replica_id: str, num_slots: int
+        self,
+        router: Router,
+        apply: Callable[[LoRARequest], Awaitable[LoRAResponse]],
+        replica_id: str,
+        num_slots: int,
+        protect: Callable[[list[str]], None] = lambda names: None,
     ) -> None:
         self.router_name = ""
         """The router actor's Ray name, as of the last registration."""
@@ -72,8 +67,10 @@ class AdapterFollower:
         self._router = router
         self._held = HeldAdapters(apply)
         self._replica_id = replica_id
-        self._num_slots = num_slots
-        self._lease_s = POLL_S
+        self._lease_s, self._work_period_s = POLL_S, 1.0
+        self._reports = ReplicaReports(router, replica_id, num_slots)
+        self._keeper = SlotKeeper(self._warm, protect)
+        self._wishes_version = NO_WISHES
         self._is_registered = False
         self._progress = Bell()
         self._lanes = AdapterLanes(self._take, self._progress)
@@ -85,8 +82,6 @@ class AdapterFollower:
         self._joining: asyncio.Future[None] | None = None
         self._awaited: set[Step] = set()
         self._configured: dict[Step, LoRAResponse | None] = {}
-        self._residency: Residency | None = None
-        self._residency_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self) -> None:
@@ -112,12 +107,44 @@ class AdapterFollower:
             await self._joining
         finally:
             self._joining = None
-        self._spawn(self._report, "report-residency")
+        self._spawn(self._reports.tell_residency, "report-residency")
+        self._spawn(self._report_work, "report-work")
+        self._spawn(self._follow_wishes, "follow-wishes")
+        self._spawn(self._keeper.keep, "keep-slots")
+
+    async def warm_share(self, timeout_s: float) -> None:
+        """Bring the adapters into slots that the router actor wishes to have here: this replica's share.
+
+        Returns when they are there, as far as slots are to spare, or after `timeout_s`. Called once, after `join`.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            asking = self._router.wait_wishes(self._replica_id, NO_WISHES, timeout_s)
+            self._take_wishes(await asyncio.wait_for(asking, timeout_s))
+        except Exception as error:
+            logger.warning("this replica starts with empty slots: %s: %s", type(error).__name__, error)
+            return
+        missing = await self._keeper.wait(deadline - time.monotonic())
+        if missing:
+            logger.warning("not in slots after %g s, when requests begin: %s", timeout_s, ", ".join(missing))
 
     def report(self, residency: Residency) -> None:
         """Tell the router actor what the engine holds; only the newest matters."""
-        self._residency = self._held.as_fleet(residency)
-        self._residency_changed.set()
+        residency = self._held.as_fleet(residency)
+        self._reports.set_residency(residency)
+        self._keeper.see(residency)
+
+    def report_work(self, work: Workload) -> None:
+        """Tell the router actor, at a low rate, what the engine has done and has to do; nothing is left out."""
+        self._reports.add_work(work)
+
+    def set_stalled(self, stalled: dict[str, str], fault: str) -> None:
+        """Tell the router actor what makes no progress here, and when it does again: see `Workload.stalled`."""
+        self._reports.set_stalled(stalled, fault)
+
+    async def warm(self, name: str) -> LoRAResponse:
+        """Have the engine bring an adapter into a slot, if one is to spare, before a request comes for it."""
+        return await self._held.warm(name)
 
     def refusal(self, name: str) -> str | None:
         """Why an adapter that the fleet serves is not served by this replica; None where it is, or there is none."""
@@ -143,6 +170,7 @@ class AdapterFollower:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._lanes.close()
+        await self._keeper.close()
 
     # Changes
 
@@ -170,6 +198,7 @@ class AdapterFollower:
             registration = await self._router.register(self._replica_id, holding, sorted(self._held.pinned - changing))
             self._unsaid.clear()
         self.router_name, self._lease_s = registration.router_name, registration.lease_s
+        self._work_period_s, self._wishes_version = registration.work_period_s, NO_WISHES
         # May go back: a router actor that lost its journal counts anew.
         self.epoch = registration.epoch
         changes = registration.changes + _corrections(changing, registration)
@@ -182,7 +211,7 @@ class AdapterFollower:
         for step in steps:
             self._lanes.put(step)
         self._is_registered = True
-        self._residency_changed.set()
+        self._reports.begin()
         self._progress.ring()
         self._through()
 
@@ -274,19 +303,27 @@ class AdapterFollower:
             self._lanes.put(step)
         self._through(*(step for step, _ in said))
 
-    async def _report(self) -> None:
-        await self._residency_changed.wait()
-        self._residency_changed.clear()
-        if self._residency is None:
-            return
+    async def _report_work(self) -> None:
+        wishes = await self._reports.tell_work(self._work_period_s)
+        if wishes is not None:
+            self._take_wishes(wishes)
+
+    # Slots
+
+    async def _follow_wishes(self) -> None:
         try:
-            await self._router.report_residency(self._replica_id, self._residency, self._num_slots)
+            timeout_s = min(POLL_S, self._lease_s / 3)
+            self._take_wishes(await self._router.wait_wishes(self._replica_id, self._wishes_version, timeout_s))
         except ReplicaUnknown:
-            # Reported again as soon as this replica is known again.
-            return
-        except BaseException:
-            self._residency_changed.set()
-            raise
+            # Asked again once this replica has registered again.
+            await asyncio.sleep(FIRST_PAUSE_S)
+
+    def _take_wishes(self, wishes: SlotWishes) -> None:
+        self._wishes_version = wishes.version
+        self._keeper.wish(wishes)
+
+    async def _warm(self, name: str) -> LoRAStatus:
+        return (await self.warm(name)).status
 
     def _spawn(self, attempt: Callable[[], Awaitable[None]], name: str) -> None:
         self._tasks.append(asyncio.create_task(self._persist(attempt), name=name))

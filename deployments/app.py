@@ -15,6 +15,9 @@ from deployments.ingress import BaseModelCard, Ingress
 from deployments.replica import EngineReplica
 from deployments.router import AdapterRouter
 
+MAX_STREAMS = 8192
+"""Answers that one process of the ingress writes at once, beside the requests that wait."""
+
 
 def build(args: dict[str, Any]) -> Application:
     """Bind the engine deployment, its router actor and the ingress.
@@ -30,11 +33,12 @@ def build(args: dict[str, Any]) -> Application:
         EngineReplica,
         name="EngineReplica",
         max_ongoing_requests=256,
-        # Per caller; beyond it the ingress answers 429 at once.
-        max_queued_requests=2048,
+        # Per caller, for those that come without an ingress; that one refuses by itself, and says when to come back.
+        max_queued_requests=settings.queue.max_waiting,
         health_check_period_s=1,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=20,
+        # Serve takes no new requests to a replica that is to go, and ends it when it has none left, or then.
+        graceful_shutdown_timeout_s=settings.replica.drain_timeout_s,
         # A replica that cannot start says why at once; trying long only hides it.
         max_constructor_retry_count=2,
         deployment_actors=[
@@ -47,13 +51,20 @@ def build(args: dict[str, Any]) -> Application:
             )
         ],
         request_router_config=RequestRouterConfig(
-            request_router_class="deployments.request_router:AffinityRequestRouter"
+            request_router_class="deployments.request_router:AffinityRequestRouter",
+            request_router_kwargs={"replica_wait_s": settings.queue.replica_wait_s},
         ),
     )
-    ingress = serve.deployment(serve.ingress(None)(Ingress), name="Ingress", max_ongoing_requests=1024)
+    ingress = serve.deployment(
+        serve.ingress(None)(Ingress),
+        name="Ingress",
+        # Beyond it requests would wait in front of the ingress, which could not tell them when to come back.
+        max_ongoing_requests=settings.queue.max_waiting + MAX_STREAMS,
+    )
     base = BaseModelCard(settings.base_name, root=settings.model, created=int(time.time()))
     enable_lora = settings.lora_config.enable_lora
-    return ingress.bind(engine.bind(settings.model_dump(mode="json")), base, enable_lora=enable_lora)
+    replicas = engine.bind(settings.model_dump(mode="json"))
+    return ingress.bind(replicas, base, enable_lora=enable_lora, queue=settings.queue)
 
 
 def router_settings(settings: AppSettings) -> dict[str, Any]:

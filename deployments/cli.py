@@ -11,11 +11,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from deployments.fleet_commands import commands
 from deployments.local_cluster import ENVIRONMENT, JOINING
 from lora_core.errors import LoRAFleetError
 
 console = Console(stderr=True, highlight=False)
 cli = typer.Typer(add_completion=False, no_args_is_help=True)
+cli.add_typer(commands)
 
 
 @cli.callback()
@@ -45,6 +47,7 @@ def up(
             print_requests(served.url, served.config.settings.base_name, adapters)
             variables = " ".join(f"{name}={value}" for name, value in JOINING.items())
             _report(f"for other Ray programs: {variables}, ray.init({served.cluster.address!r})")
+            _report(f"metrics for Prometheus: {served.cluster.metrics_url}")
             _report(f"logs: {served.log}; stop with Ctrl-C")
             served.wait()
     except LoRAFleetError as error:

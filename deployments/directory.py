@@ -5,7 +5,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from cluster.aliases import choose
 from cluster.fleet import AdapterInFleet, FleetTable
+from cluster.names import listed
 from deployments.router_client import RouterClient
 from lora_core.errors import AdapterNotFound, EngineError
 
@@ -51,7 +53,7 @@ class ModelDirectory:
         Where it cannot be reached in time, the last table stands.
         """
         try:
-            self._take(await asyncio.wait_for(self.router.table(), LOOKUP_TIMEOUT_S))
+            self._take(await asyncio.wait_for(self.router.watch(self._table, 0), LOOKUP_TIMEOUT_S))
         except Exception as error:
             logger.warning(
                 "the router actor does not answer (%s: %s); the last table stands", type(error).__name__, error
@@ -66,8 +68,12 @@ class ModelDirectory:
             logger.warning("the router actor does not describe %r (%s: %s)", name, type(error).__name__, error)
             return None
 
-    async def resolve(self, name: str) -> Model:
-        """Find the model a request names.
+    async def resolve(self, name: str, key: str = "") -> Model:
+        """Find the model a request names, itself or by an alias.
+
+        Args:
+            name: Of the base model, of an adapter, or an alias.
+            key: The request's id: of an alias's adapters it chooses one, the same one each time.
 
         Raises:
             AdapterNotFound: neither the base model nor an adapter; the message names those that are.
@@ -75,16 +81,17 @@ class ModelDirectory:
         """
         if name == self.base_name:
             return Model(None, 0)
-        if self._table is None or name not in self._table.adapters:
+        if self._table is None or not (name in self._table.adapters or name in self._table.aliases):
             await self.refresh()
         if self._table is None:
             raise EngineError("the list of adapters is not known yet; try again in a moment")
-        entry = self._table.adapters.get(name)
+        alias = self._table.aliases.get(name)
+        entry = self._table.adapters.get(name if alias is None else choose(alias, key))
         if entry is None:
-            known = ", ".join([self.base_name, *sorted(self._table.adapters)])
+            known = ", ".join([self.base_name, listed([*self._table.adapters, *self._table.aliases])])
             shown = repr(name) if len(name) <= SHOWN_NAME else f"{name[:SHOWN_NAME]!r}..."
             raise AdapterNotFound(f"model {shown} does not exist; known models: {known}")
-        return Model(name, entry.epoch)
+        return Model(entry.name, entry.epoch)
 
     async def _follow(self) -> None:
         while True:

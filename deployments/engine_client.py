@@ -8,11 +8,13 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from cluster.progress import BASE, Sign, signs
 from deployments.child_process import ChildProcess
+from deployments.open_streams import OpenStreams
 from deployments.socket_folder import SocketFolder
 from deployments.token_stream import TokenStream
 from lora_core import errors
@@ -32,12 +34,17 @@ from lora_core.messages import (
     EngineFailed,
     EngineReady,
     GenerateRequest,
+    ProtectAdapters,
+    ResetAdapter,
     Residency,
     StepOutput,
 )
 from lora_core.types import LoRARequest, LoRAResponse
+from lora_core.workload import Workload
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PROGRESS_EVERY_S = 10.0
 TICK_S = 0.25
@@ -53,6 +60,7 @@ class EngineClient:
         stall_timeout_s: Longest silence of a started process, which otherwise speaks twice a second and after each
             step; then its requests are failed. It counts as alive again when it speaks again.
         on_residency: Called on the loop with every new residency.
+        on_workload: Called on the loop with every account of the engine's work.
         module: What the process runs.
     """
 
@@ -63,18 +71,23 @@ class EngineClient:
         *,
         stall_timeout_s: float = 60.0,
         on_residency: Callable[[Residency], None] | None = None,
+        on_workload: Callable[[Workload], None] | None = None,
         module: str = "deployments.engine_process",
     ) -> None:
         self.residency = Residency(-1, [], [])
         """Which adapters the engine holds, as last heard."""
         self.status = StepOutput(0)
         """The engine's last step or heartbeat, for its counts of requests."""
+        self.workload = Workload()
+        """The engine's last account of its work."""
         self._engine, self._lora_config = engine, lora
         self._stall_timeout_s = stall_timeout_s
         self._on_residency = on_residency
+        self._on_workload = on_workload
         self._module = module
         # Weak, so that a stream its consumer has dropped is told to the engine.
         self._streams: weakref.WeakValueDictionary[str, TokenStream] = weakref.WeakValueDictionary()
+        self._open_streams = OpenStreams()
         self._numbers = itertools.count()
         self._child: ChildProcess | None = None
         self._folder: SocketFolder | None = None
@@ -143,10 +156,11 @@ class EngineClient:
         except OverflowError:
             raise InvalidRequest("a number in the request does not fit into 64 bits") from None
         stream = self._streams[request_id] = TokenStream(request_id, self._abandon)
+        self._open_streams.opened(request_id, request.lora_name)
         return stream
 
     async def lora(self, request: LoRARequest, timeout_s: float) -> LoRAResponse:
-        """Load, unload, pin or unpin an adapter; the engine goes on generating meanwhile.
+        """Load, unload, pin, unpin or warm an adapter; the engine goes on generating meanwhile.
 
         Raises:
             EngineDead: the process ended before it answered.
@@ -161,6 +175,40 @@ class EngineClient:
             return await answer
         finally:
             answer.cancel()
+
+    def protect_adapters(self, names: list[str]) -> None:
+        """From now on have these adapters lose their slots last, and no others."""
+        if self._fault is None:
+            self._requests.send(ProtectAdapters(names))
+
+    def reset_adapter(self, name: str, reason: str) -> None:
+        """End an adapter's requests with AdapterLost; the next one finds it read from its folder, and its slot written,
+        anew."""
+        if self._fault is None:
+            self._requests.send(ResetAdapter(name, reason))
+
+    def signs(self) -> dict[str, Sign]:
+        """How the oldest unfinished request of each adapter fares, and of the base model under `BASE`."""
+        work = {one.name or BASE: one for one in self.workload.adapters}
+        return signs(self._open_streams.idle_s(), work)
+
+    def end_requests(self, name: str, fault: LoRAFleetError) -> int:
+        """Fail the streams of an adapter, or of the base model (`BASE`), and have the engine forget their requests;
+        returns how many there were."""
+        request_ids = self._open_streams.of(name)
+        for request_id in request_ids:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.fail(_copy(fault))
+            self._abandon(request_id)
+        return len(request_ids)
+
+    def condemn(self, fault: EngineDead) -> None:
+        """Take no more requests, fail those under way, and be unhealthy from now on, as if the process had ended."""
+        if self._child is not None:
+            # Where its threads are is written to the log.
+            self._child.signal(signal.SIGUSR1)
+        self._end(fault)
 
     async def close(self) -> None:
         """End the process and remove its sockets; streams under way fail. May be called again."""
@@ -238,26 +286,24 @@ class EngineClient:
                 case StepOutput():
                     self.status = event
                     for delta in event.deltas:
+                        self._open_streams.progressed(delta.request_id)
                         stream = self._streams.get(delta.request_id)
                         if stream is not None:
                             stream.feed(delta)
                             if delta.finish_reason is not None:
                                 del self._streams[delta.request_id]
+                        if delta.finish_reason is not None:
+                            self._open_streams.closed(delta.request_id)
                 case Residency():
-                    self.residency = event
-                    self._tell_residency(event)
+                    self.residency = event.over(self.residency) or self.residency
+                    _tell(self._on_residency, self.residency)
+                case Workload():
+                    self.workload = event
+                    _tell(self._on_workload, event)
                 case EngineReady():
                     self._ready.set_result(event)
                 case EngineFailed():
                     self._end(_failure(event.reason))
-
-    def _tell_residency(self, residency: Residency) -> None:
-        if self._on_residency is None:
-            return
-        try:
-            self._on_residency(residency)
-        except Exception:
-            logger.exception("on_residency failed")
 
     async def _watch_exit(self, child: ChildProcess) -> None:
         code = await asyncio.shield(child.exited)
@@ -274,6 +320,7 @@ class EngineClient:
         while not self._ended.done():
             await asyncio.sleep(TICK_S)
             self._silent_s += TICK_S
+            self._open_streams.tick(TICK_S)
             if self._ready.done() and not self._stalled and self._silent_s > self._stall_timeout_s:
                 self._stalled = True
                 logger.error("%s; its stack follows if it can still be written", self._stall_error())
@@ -294,6 +341,7 @@ class EngineClient:
 
     def _abandon(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
+        self._open_streams.closed(request_id)
         if self._fault is None:
             self._requests.send(AbortRequest(request_id))
 
@@ -310,11 +358,21 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.fail(_copy(fault))
         self._streams.clear()
+        self._open_streams.clear()
 
     def _task_done(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
             self._end(EngineDead(f"{task.get_name()} failed: {type(error).__name__}: {error}"))
+
+
+def _tell(listener: Callable[[T], None] | None, event: T) -> None:
+    if listener is None:
+        return
+    try:
+        listener(event)
+    except Exception:
+        logger.exception("%s was not taken", type(event).__name__)
 
 
 async def _first_done(*futures: "asyncio.Future[Any]", timeout_s: float | None = None) -> None:

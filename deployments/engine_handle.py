@@ -3,15 +3,22 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import Any
 
+import msgspec
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from deployments.generation import GenerateCall, GenerateChunk, Refusal
-from lora_core.errors import AdapterLost, EngineDead, EngineUnavailable
+from cluster.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission, Place
+from cluster.schema import QueueSettings
+from deployments.fleet_view import FleetView
+from deployments.generation import GenerateCall, GenerateChunk, Refusal, SlotSnapshot
+from deployments.ray_internals import call_on_loop, request_router_of
+from deployments.routing_metrics import RoutingMetrics
+from lora_core.errors import AdapterLate, AdapterLost, EngineDead, EngineUnavailable, NoReplica, QueueFull
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +33,24 @@ MAX_LOSSES = 4
 replicas those are, so that the call meets one that has it, if there is one."""
 
 
-class EngineHandle:
-    """The engine deployment as the ingress sees it."""
+SHOWN_EVERY_S = 1.0
+"""How often the length of the queue is shown while there is one."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+
+class EngineHandle:
+    """The engine deployment as the ingress sees it.
+
+    Args:
+        handle: Serve's.
+        queue: How many calls may wait for their first token, and how long.
+    """
+
+    def __init__(self, handle: DeploymentHandle, queue: QueueSettings | None = None) -> None:
         self._handle = handle
+        self._queue = queue = queue or QueueSettings()
+        self._metrics = metrics = RoutingMetrics()
+        self._admission = Admission(queue.max_waiting, queue.max_waiting_per_adapter, on_started=metrics.observe_wait)
+        self._showing: asyncio.TimerHandle | None = None
 
     async def router_name(self) -> str:
         """Ray name of the router actor, as any live replica knows it."""
@@ -46,61 +66,153 @@ class EngineHandle:
         Raises:
             EngineDead: the replica died in the middle of the answer, or no other one could take the call.
             AdapterLost: no replica that was tried has the adapter.
+            TryLater: as many calls wait as may, the adapter could not be loaded in time, or no replica is there.
             LoRAFleetError: whatever the replica refused the call with.
         """
         retries = _Retries(call.request_id)
-        while True:
-            started = False
-            try:
-                async with aclosing(self._attempt(call)) as chunks:
-                    async for chunk in chunks:
-                        started = True
-                        yield chunk
-                return
-            except (EngineDead, AdapterLost) as error:
-                if started:
-                    raise
-                await retries.wait(error)
+        with self._enter(call) as place:
+            while True:
+                started = False
+                try:
+                    async with aclosing(self._attempt(call)) as chunks:
+                        async for chunk in chunks:
+                            if not started:
+                                started = True
+                                place.start()
+                            yield chunk
+                    return
+                except (EngineDead, AdapterLost) as error:
+                    if started:
+                        raise
+                    await retries.wait(error)
 
     async def collect(self, call: GenerateCall) -> list[GenerateChunk]:
-        """The whole answer to `call`. Nobody has seen a part of it, so a replica's death at any point costs only time.
+        """The whole answer to `call`, in few chunks. Nobody has seen a part of it, so a replica's death at any point
+        costs only time.
 
         Raises:
             EngineDead: no replica could finish it.
             AdapterLost: no replica that was tried has the adapter.
+            TryLater: as for `generate`.
             LoRAFleetError: whatever the replica refused the call with.
         """
         retries = _Retries(call.request_id)
-        while True:
-            try:
-                return [chunk async for chunk in self._attempt(call)]
-            except (EngineDead, AdapterLost) as error:
-                await retries.wait(error)
+        call = msgspec.structs.replace(call, streamed=False)
+        with self._enter(call) as place:
+            while True:
+                answer: list[GenerateChunk] = []
+                try:
+                    async for chunk in self._attempt(call):
+                        place.start()
+                        answer.append(chunk)
+                    return answer
+                except (EngineDead, AdapterLost) as error:
+                    await retries.wait(error)
 
     async def _attempt(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
         options = self._handle.options(stream=True, multiplexed_model_id=call.lora_name or "")
         response = options.generate.remote(call)
+        patience = _Patience(call.lora_name, self._queue.cold_wait_s, self._fleet, response)
         finished = False
         try:
             async for chunk in response:
+                patience.end()
                 if isinstance(chunk, Refusal):
                     raise chunk.error()
+                if chunk.snapshot is not None:
+                    self._take_snapshot(chunk.snapshot)
                 yield chunk
             finished = True
         except RayTaskError as error:
             finished = True
-            raise error.cause from None
+            raise _own_error(error) from None
         except TaskCancelledError:
-            # It is this very request that was cancelled.
+            # It is this very request that was cancelled: by its client, or because it waited for too long.
+            if patience.late is not None:
+                self._metrics.refused("adapter_late")
+                raise patience.late from None
             raise
-        except (RayError, DeploymentUnavailableError) as error:
+        except (BackPressureError, NoReplica) as error:
+            finished = True
+            self._metrics.refused("no_replica" if isinstance(error, NoReplica) else "queue_full")
+            raise
+        except (RayError, RayServeException) as error:
             # Ray has many words for a dead actor.
             finished = True
             summary = str(error).partition("\n")[0]
             raise EngineDead(f"the replica serving this request is gone ({type(error).__name__}: {summary})") from None
         finally:
+            patience.end()
             if not finished:
                 response.cancel()
+
+    def _enter(self, call: GenerateCall) -> Place:
+        """Have the call wait for its first token, or refuse it."""
+        if self._showing is None:
+            self._showing = asyncio.get_running_loop().call_later(SHOWN_EVERY_S, self._show_queue)
+        try:
+            return self._admission.enter(call.lora_name, lambda: self._load_s(call.lora_name))
+        except QueueFull:
+            self._metrics.refused("queue_full")
+            raise
+
+    def _show_queue(self) -> None:
+        waiting = self._admission.waiting_by_model()
+        self._metrics.set_queued(waiting)
+        loop = asyncio.get_running_loop()
+        self._showing = loop.call_later(SHOWN_EVERY_S, self._show_queue) if waiting else None
+
+    def _fleet(self) -> FleetView | None:
+        """What this process's request router knows; None before its first request."""
+        fleet: FleetView | None = getattr(request_router_of(self._handle), "fleet", None)
+        return fleet
+
+    def _load_s(self, adapter: str | None) -> float:
+        fleet = None if adapter is None else self._fleet()
+        return 0.0 if fleet is None or adapter is None else fleet.load_s(adapter)
+
+    def _take_snapshot(self, snapshot: SlotSnapshot) -> None:
+        router = request_router_of(self._handle)
+        if router is not None and hasattr(router, "take_snapshot"):
+            call_on_loop(router, router.take_snapshot, snapshot)
+
+
+class _Patience:
+    """Bounds how long a call waits for its first chunk while its adapter is in no slot anywhere."""
+
+    def __init__(
+        self, adapter: str | None, wait_s: float, fleet: Callable[[], FleetView | None], response: Any
+    ) -> None:
+        self._adapter = adapter
+        self._wait_s = wait_s
+        self._fleet = fleet
+        self._response = response
+        self.late: AdapterLate | None = None
+        """Why the call was cancelled, if it waited for too long."""
+        self._timer: asyncio.TimerHandle | None = None
+        if adapter is not None:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._expire)
+
+    def end(self) -> None:
+        """Wait no longer: the first chunk is there, or the call has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        fleet = self._fleet()
+        assert self._adapter is not None, "only adapters are waited for"
+        if fleet is None or fleet.is_warm(self._adapter):
+            # It waits for its turn, not for its adapter; should the slot be lost again, it goes on waiting.
+            self._timer = asyncio.get_running_loop().call_later(self._wait_s, self._expire)
+            return
+        after_s = min(max(fleet.load_s(self._adapter), SHORTEST_RETRY_S), LONGEST_RETRY_S)
+        self.late = AdapterLate(
+            f"adapter {self._adapter!r} could not be brought to a slot of any replica within {self._wait_s:g} s "
+            "(queue.cold_wait_s); send the request again",
+            after_s,
+        )
+        self._response.cancel()
 
 
 class _Retries:
@@ -128,3 +240,12 @@ class _Retries:
         logger.warning("request %s: %s; trying another replica", self._request_id, error)
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, 2.0)
+
+
+def _own_error(error: RayTaskError) -> BaseException:
+    """The exception of this project inside Ray's; one of Ray's own means that the replica could not go on."""
+    cause: BaseException = error.cause
+    if not isinstance(cause, RayError | RayServeException) or isinstance(cause, BackPressureError):
+        return cause
+    summary = str(cause).partition("\n")[0]
+    return EngineDead(f"the replica serving this request cannot go on ({type(cause).__name__}: {summary})")

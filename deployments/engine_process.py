@@ -31,7 +31,17 @@ from lora_core.channel import (
 )
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.errors import LoRAFleetError
-from lora_core.messages import EngineFailed, EngineRequest, GenerateRequest, Residency, StepOutput, TokenDelta
+from lora_core.messages import (
+    AbortRequest,
+    EngineFailed,
+    EngineRequest,
+    GenerateRequest,
+    ProtectAdapters,
+    ResetAdapter,
+    StepOutput,
+    TokenDelta,
+)
+from lora_core.workload import SlotCounts
 
 if TYPE_CHECKING:
     from lora_core.engine.engine import LLMEngine
@@ -40,6 +50,9 @@ logger = logging.getLogger("engine")
 
 HEARTBEAT_S = 0.5
 """Longest silence of an engine that can step."""
+
+WORKLOAD_S = 0.5
+"""How often an engine that has something to do, or has just done it, tells what."""
 
 SHORTEST_WAIT_MS, LONGEST_WAIT_MS = 1, 10
 """An idle engine's wait for a generation request before it looks at the adapter channel again: the shortest after an
@@ -65,7 +78,11 @@ class EngineLoop:
         self._events = events
         self._num_steps = 0
         self._spoke_at = time.monotonic()
-        self._version_told: int | None = None
+        self._accounted_at = self._spoke_at
+        self._had_work = False
+        self._slots_told = SlotCounts()
+        # So that nobody counts on a slot that is about to change.
+        engine.manager.before_write = self._tell_residency
         self._wait_ms = SHORTEST_WAIT_MS
 
     def run(self) -> NoReturn:
@@ -77,10 +94,7 @@ class EngineLoop:
         """Take what has come, step once if there is work (or wait a little if there is none), and tell the outcome."""
         self._engine.check_ranks()
         for message in self._requests.poll(0 if self._engine.has_work() else self._wait_ms):
-            if isinstance(message, GenerateRequest):
-                self._engine.add_request(message)
-            else:
-                self._engine.abort(message.request_id)
+            self._take(message)
         did_something = self._adapter_requests.process_lora_requests()
         self._wait_ms = SHORTEST_WAIT_MS if did_something else min(2 * self._wait_ms, LONGEST_WAIT_MS)
         deltas: list[TokenDelta] = []
@@ -92,14 +106,34 @@ class EngineLoop:
         if deltas or time.monotonic() - self._spoke_at >= HEARTBEAT_S:
             self._events.send(StepOutput(self._num_steps, deltas, self._engine.num_running, self._engine.num_waiting))
             self._spoke_at = time.monotonic()
+        self._tell_workload()
+
+    def _take(self, message: EngineRequest) -> None:
+        match message:
+            case GenerateRequest():
+                self._engine.add_request(message)
+            case AbortRequest():
+                self._engine.abort(message.request_id)
+            case ProtectAdapters():
+                self._engine.manager.protect_adapters(message.names)
+            case ResetAdapter():
+                self._engine.reset_adapter(message.name, message.reason)
 
     def _tell_residency(self) -> None:
-        manager = self._engine.manager
-        # Before what it counts: a change between the two is told once more.
-        version = manager.version
-        if version != self._version_told:
-            self._events.send(Residency(version, *manager.residency(), manager.in_host_memory()))
-            self._version_told = version
+        residency = self._engine.manager.next_residency()
+        if residency is not None:
+            self._events.send(residency)
+
+    def _tell_workload(self) -> None:
+        now = time.monotonic()
+        if now - self._accounted_at < WORKLOAD_S:
+            return
+        self._accounted_at = now
+        workload = self._engine.workload()
+        # Once more when there is nothing left, so that nobody takes the last requests for being there still.
+        if workload.adapters or self._had_work or workload.slots != self._slots_told:
+            self._events.send(workload)
+        self._had_work, self._slots_told = bool(workload.adapters), workload.slots
 
 
 def main() -> int:

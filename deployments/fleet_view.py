@@ -5,74 +5,82 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from cluster.board import Board
+from cluster.entry import AdapterEntry
 from cluster.fleet import FleetTable, ReplicaState
+from deployments.generation import SlotSnapshot
+from deployments.known_replica import UNKNOWN, KnownReplica
+from deployments.load_notes import LoadNotes, ReplicaKey, Router
 
 logger = logging.getLogger(__name__)
-
-HINT_S = 2.0
-"""A load this handle has caused counts as under way for this long, unless a table shows it done."""
 
 RETRY_S = 1.0
 """Pause after following a table has failed."""
 
-UNKNOWN = ReplicaState()
 
-
-class ReplicaKey(NamedTuple):
-    """Where a replica is found: its row, in the table of its router actor (Ray name, empty where it has none)."""
-
-    router: str
-    replica_id: str
-
-
-class TableSource(Protocol):
-    """Follows one router actor's table."""
+class TableSource(Router, Protocol):
+    """One router actor, as far as a handle needs it."""
 
     async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
         """Call back with the table now and at each change; returns when there will be no more."""
 
 
 class FleetView:
-    """The last table of each router actor, and hints of loads just caused.
+    """The last table of each router actor, and what replies and this handle's own requests add to it.
 
     During a rolling update replicas of two versions live side by side, each with a router actor of its own. A table
-    is kept while a replica names its router, whether or not that is alive.
+    is kept while a replica names its router, whether or not that is alive. All methods are called on one event loop,
+    but for `load_s` and `is_warm`.
 
     Args:
         connect: Makes the source of a router actor's table, given the actor's Ray name.
+        board: Where decisions are made; it has the replicas that are followed.
         clock: Seconds, monotonic.
     """
 
-    def __init__(self, connect: Callable[[str], TableSource], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, connect: Callable[[str], TableSource], board: Board, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._connect = connect
+        self._board = board
         self._clock = clock
         self._tables: dict[str, FleetTable] = {}
+        self._taken_at: dict[str, float] = {}
         # Rows of a router's predecessor, for replicas that have yet to come back to it.
         self._before: dict[str, dict[str, ReplicaState]] = {}
+        self._sources: dict[str, TableSource] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
-        self._hints: dict[ReplicaKey, dict[str, float]] = {}
+        self._replicas: dict[ReplicaKey, KnownReplica] = {}
+        self._keys: dict[str, ReplicaKey] = {}
+        self._notes = LoadNotes(self._sources.get, clock)
 
     def follow(self, keys: Iterable[ReplicaKey]) -> None:
         """Follow the routers of these replicas, in the running event loop, and no others."""
-        keys = set(keys)
+        keys = list(keys)
+        known = self._replicas
+        self._replicas = {key: known.get(key) or KnownReplica() for key in keys}
+        self._keys = {key.replica_id: key for key in keys}
         routers = {key.router for key in keys if key.router}
         for gone in self._followers.keys() - routers:
             self._followers.pop(gone).cancel()
-            self._tables.pop(gone, None)
-            self._before.pop(gone, None)
-        for gone_key in self._hints.keys() - keys:
-            del self._hints[gone_key]
+            for kept in (self._tables, self._taken_at, self._before, self._sources):
+                kept.pop(gone, None)
         loop = asyncio.get_running_loop()
         for router in routers:
             follower = self._followers.get(router)
             if follower is None or follower.done():
+                self._sources[router] = source = self._connect(router)
                 take = _taker(weakref.ref(self), router)
-                follower = loop.create_task(_follow(self._connect(router), take), name=f"follow {router}")
+                follower = loop.create_task(_follow(source, take), name=f"follow {router}")
                 self._followers[router] = follower
                 # A handle that is dropped takes its followers with it.
                 weakref.finalize(self, _stop, loop, follower).atexit = False
+        for key in self._replicas.keys() - known.keys():
+            self._give_row(key)
+            self._show(key)
+        self._show_copies()
 
     def take(self, router: str, table: FleetTable) -> None:
         """Replace a router's table.
@@ -86,35 +94,106 @@ class FleetView:
         if before:
             self._before[router] = before
         self._tables[router] = table
+        self._taken_at[router] = self._clock()
+        for key in self._replicas:
+            if key.router == router and self._give_row(key):
+                self._show(key)
+        if last is None or last.copies is not table.copies:
+            self._show_copies()
+
+    def take_snapshot(self, snapshot: SlotSnapshot) -> None:
+        """Take what a replica's reply says of its slots."""
+        key = self._keys.get(snapshot.replica_id)
+        if key is not None and self._replicas[key].take_snapshot(snapshot):
+            self._show(key)
+
+    def claim(self, key: ReplicaKey, adapter: str) -> None:
+        """Note that a request for this adapter goes to this replica, which loads it if it has not."""
+        replica = self._replicas.get(key)
+        if replica is not None and replica.claim(adapter):
+            self._board.set_hints(key.replica_id, replica.hints)
+            self._notes.add(key, adapter)
+
+    def release(self, key: ReplicaKey, adapter: str) -> None:
+        """Note that a request that was claimed for has ended."""
+        replica = self._replicas.get(key)
+        if replica is not None and replica.release(adapter):
+            self._board.set_hints(key.replica_id, replica.hints)
+
+    def wait_for_load(self, key: ReplicaKey, adapter: str) -> None:
+        """Note that a request for this adapter waits in front of this replica: it can be loaded in the meantime."""
+        state = self.state(key)
+        if adapter not in state.resident and adapter not in state.loading:
+            self._notes.add(key, adapter)
 
     def state(self, key: ReplicaKey) -> ReplicaState:
-        """What the replica holds, as far as is known."""
-        table = self._tables.get(key.router)
-        if table is None:
-            return UNKNOWN
-        before = self._before.get(key.router, {}).get(key.replica_id)
-        return before or table.replicas.get(key.replica_id, UNKNOWN)
+        """What the replica says of itself, as far as is known; the same object until that changes."""
+        replica = self._replicas.get(key)
+        return UNKNOWN if replica is None else replica.state
 
-    def loading(self, key: ReplicaKey) -> frozenset[str]:
-        """Adapters on their way into a slot of this replica, by this handle's doing."""
-        hints = self._hints.get(key)
-        if not hints:
-            return frozenset()
-        now, resident = self._clock(), self.state(key).resident
-        for adapter in [adapter for adapter, until in hints.items() if until <= now or adapter in resident]:
-            del hints[adapter]
-        return frozenset(hints)
+    def entry(self, adapter: str) -> AdapterEntry | None:
+        """The adapter as the fleet serves it; None where no table has it."""
+        entries = (table.adapters.get(adapter) for table in self._tables.values())
+        return next((entry for entry in entries if entry is not None), None)
 
-    def hint(self, key: ReplicaKey, adapter: str) -> None:
-        """Note that a request for this adapter goes to this replica, which loads it if it has not."""
-        if adapter not in self.state(key).resident:
-            self._hints.setdefault(key, {})[adapter] = self._clock() + HINT_S
+    @property
+    def table_age_s(self) -> float | None:
+        """Seconds since the oldest of the tables in use changed; None without any."""
+        return self._clock() - min(self._taken_at.values()) if self._taken_at else None
+
+    def is_warm(self, adapter: str) -> bool:
+        """Whether the adapter is in a slot somewhere. May be called on any thread."""
+        return any(adapter in replica.state.resident for replica in list(self._replicas.values()))
+
+    def load_s(self, adapter: str) -> float:
+        """Seconds until the adapter can be in a slot somewhere, by the measured rate of the best place it is in.
+
+        0 where it is in a slot, or where nothing is known. May be called on any thread.
+        """
+        entry = self.entry(adapter)
+        states = [replica.state for replica in list(self._replicas.values())]
+        if entry is None or any(adapter in state.resident for state in states):
+            return 0.0
+        known = [_load_s(adapter, entry, state) for state in states]
+        return min((load_s for load_s in known if load_s is not None), default=0.0)
 
     def close(self) -> None:
         """Stop following; the tables stay."""
-        for follower in self._followers.values():
-            follower.cancel()
+        for task in self._followers.values():
+            task.cancel()
         self._followers.clear()
+        self._notes.close()
+
+    def _give_row(self, key: ReplicaKey) -> bool:
+        table = self._tables.get(key.router)
+        if table is None:
+            return False
+        before = self._before.get(key.router, {}).get(key.replica_id)
+        return self._replicas[key].take_row(before or table.replicas.get(key.replica_id, UNKNOWN))
+
+    def _show(self, key: ReplicaKey) -> None:
+        replica = self._replicas[key]
+        self._board.set_state(key.replica_id, replica.state)
+        self._board.set_hints(key.replica_id, replica.hints)
+
+    def _show_copies(self) -> None:
+        tables = list(self._tables.values())
+        if len(tables) == 1:
+            self._board.set_copies(tables[0].copies)
+            return
+        copies: dict[str, tuple[str, ...]] = {}
+        for table in tables:
+            for adapter, replicas in table.copies.items():
+                copies[adapter] = copies.get(adapter, ()) + replicas
+        self._board.set_copies(copies)
+
+
+def _load_s(adapter: str, entry: AdapterEntry, state: ReplicaState) -> float | None:
+    """Seconds until one replica can have the adapter in a slot; None where that is not known."""
+    tier = "host" if adapter in state.in_memory else "disk"
+    if adapter in state.refused or tier not in state.load_ms_per_mib or not entry.slot_bytes:
+        return None
+    return state.load_ms_per_mib[tier] * entry.slot_bytes / 2**20 / 1000
 
 
 def _reported(table: FleetTable, replica_id: str) -> bool:

@@ -31,6 +31,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """The answer ends before the first of these that appears in its text."""
     epoch: int = 0
     """The replica must have applied adapter changes up to this epoch first (read your own writes)."""
+    streamed: bool = True
+    """Whether somebody reads the answer as it comes; otherwise it is sent in few chunks."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +66,20 @@ class ScoredToken(msgspec.Struct, frozen=True):
     """Not part of any text: it stands for itself, as `<|im_end|>` does."""
 
 
+class SlotSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's adapter slots at one moment, of the adapters that admit requests there."""
+
+    replica_id: str
+    sequence: int
+    """Of the residency report that says the same; of two snapshots of a replica the higher one is newer."""
+    resident: tuple[str, ...]
+    """Names in a slot."""
+    loading: tuple[str, ...] = ()
+    """Names on their way into one."""
+    num_slots_used: int = 0
+    """Slots taken by any generation."""
+
+
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The next piece of an answer: whole characters of text, and the tokens that have arrived since the last one."""
 
@@ -81,3 +97,5 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that were in the engine's prefix cache."""
     completion_tokens: int = 0
     """Tokens generated up to and with this chunk."""
+    snapshot: SlotSnapshot | None = None
+    """In the first chunk of a reply: the replica's slots when it was made."""

@@ -12,6 +12,7 @@ from deployments.detokenizer import AnswerWriter, Written
 from deployments.engine_client import EngineClient
 from deployments.generation import GenerateCall, GenerateChunk, ScoredToken
 from deployments.merged_streams import merged
+from deployments.stream_pace import StreamPace
 from deployments.token_stream import TokenStream
 from deployments.tokenizer import ModelTokenizer
 from lora_core import errors
@@ -44,15 +45,24 @@ class Generator:
         client: The engine's, started.
         ready: What it said it can take.
         tokenizer: The base model's; None where its folder has none, and only token ids are understood.
+        pace: How often tokens are sent.
     """
 
-    def __init__(self, client: EngineClient, ready: EngineReady, tokenizer: ModelTokenizer | None) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        ready: EngineReady,
+        tokenizer: ModelTokenizer | None,
+        pace: StreamPace | None = None,
+    ) -> None:
         self._client = client
         self._ready = ready
         self._tokenizer = tokenizer
+        self._pace = pace or StreamPace(longest_s=0.0)
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
-        """Stream the call's answers: a chunk whenever one has text, with all its tokens that have arrived by then.
+        """Stream the call's answers: a chunk as soon as one has text, and further ones as often as `pace` has it, each
+        with all its tokens that have arrived by then.
 
         Each of the `n` answers is a request of its own in the engine. Closing the iterator ends them there; so does an
         error of one of them.
@@ -65,15 +75,21 @@ class Generator:
         prompt = await self._prompt(call)
         answers = [_Answer(index, call, prompt, self._tokenizer) for index in range(call.n)]
         streams: list[TokenStream] = []
+        # A stop string ends an answer when it is seen, and the engine goes on until then.
+        is_read = call.streamed or bool(call.stop)
         try:
             streams.extend(self._client.submit(_request(index, call, prompt)) for index in range(call.n))
-            async with aclosing(merged(streams)) as deltas:
-                async for index, delta in deltas:
-                    chunk = answers[index].take(delta)
-                    if chunk is not None:
+            with self._pace.counted():
+                async with aclosing(merged(streams)) as deltas:
+                    async for index, delta in deltas:
+                        chunk = answers[index].take(delta)
+                        if chunk is None:
+                            continue
                         yield chunk
                         if chunk.finish_reason is not None:
                             streams[index].close()
+                        else:
+                            streams[index].rest(self._pace.window_s(is_read=is_read))
         finally:
             for stream in streams:
                 stream.close()

@@ -24,6 +24,7 @@ FAILED = {
     LoRAOperation.UNLOAD: LoRAStatus.UNLOAD_ERROR,
     LoRAOperation.PIN: LoRAStatus.UNSPECIFIED_ERROR,
     LoRAOperation.UNPIN: LoRAStatus.UNSPECIFIED_ERROR,
+    LoRAOperation.WARM: LoRAStatus.UNSPECIFIED_ERROR,
 }
 """The status of an operation that failed on the way to the engine."""
 
@@ -77,11 +78,12 @@ class HeldAdapters:
         """What the engine holds, by the fleet's generations."""
         if not self._fleet_generations:
             return residency
-        return Residency(
-            residency.sequence,
-            self._renamed(residency.resident),
-            self._renamed(residency.loaded),
-            self._renamed(residency.in_memory),
+        return msgspec.structs.replace(
+            residency,
+            resident=self._renamed(residency.resident),
+            loaded=None if residency.loaded is None else self._renamed(residency.loaded),
+            in_memory=None if residency.in_memory is None else self._renamed(residency.in_memory),
+            loading=self._renamed(residency.loading),
         )
 
     async def apply(self, change: Change) -> LoRAResponse:
@@ -97,6 +99,18 @@ class HeldAdapters:
                 return await self._unload(change.request)
             case LoRAOperation.PIN | LoRAOperation.UNPIN:
                 return await self._pin(change.request)
+            case LoRAOperation.WARM:
+                return await self.warm(change.request.lora_name)
+
+    async def warm(self, name: str) -> LoRAResponse:
+        """Have the engine bring an adapter into a slot, if one is to spare; see `LoRAManagerV3.warm_adapter`.
+
+        Raises:
+            EngineDead: the engine ended.
+        """
+        if name not in self._generations:
+            return _not_here(name)
+        return await self._ask(LoRARequest(LoRAOperation.WARM, name))
 
     async def give_up(self, unload: Change, reason: str) -> None:
         """Unload a generation that the fleet serves, and that this replica may not; later ones are none of its."""
@@ -171,7 +185,7 @@ class HeldAdapters:
     async def _pin(self, request: LoRARequest) -> LoRAResponse:
         name = request.lora_name
         if name not in self._generations:
-            return LoRAResponse(LoRAStatus.PIN_NAME_NONEXISTENT, f"LoRA adapter {name!r} is not loaded here")
+            return _not_here(name)
         response = await self._ask(request)
         if response.status is LoRAStatus.SUCCESS:
             (self._pinned.add if request.operation is LoRAOperation.PIN else self._pinned.discard)(name)
@@ -192,6 +206,12 @@ class HeldAdapters:
             # A fault of ours. Were it raised, this change would be tried for ever, and later ones never.
             logger.exception("%s of adapter %r", operation.value, name)
             response = LoRAResponse(FAILED[operation], f"{type(error).__name__}: {error}")
-        log = logger.info if response.status is LoRAStatus.SUCCESS else logger.warning
-        log("%s of adapter %r: %s", operation.value, name, text_of(response))
+        level = logging.INFO if response.status is LoRAStatus.SUCCESS else logging.WARNING
+        # Asked for again and again, and none the worse where it does not come about.
+        level = logging.DEBUG if operation is LoRAOperation.WARM else level
+        logger.log(level, "%s of adapter %r: %s", operation.value, name, text_of(response))
         return response
+
+
+def _not_here(name: str) -> LoRAResponse:
+    return LoRAResponse(LoRAStatus.PIN_NAME_NONEXISTENT, f"LoRA adapter {name!r} is not loaded here")

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from cluster.fleet import LoadOutcome
 from deployments import http_errors
 from deployments.adapter_card import outcome_body
+from deployments.alias_api import AliasService, alias_routes
 from deployments.answer import Answer
 from deployments.generation import GenerateChunk
 from deployments.openai_api import (
@@ -21,11 +22,12 @@ from deployments.openai_api import (
     GenerationRequest,
     LoadAdapterRequest,
 )
+from lora_core.types import LoRAStatus
 
 logger = logging.getLogger(__name__)
 
 
-class Service(Protocol):
+class Service(AliasService, Protocol):
     """What the routes call; `deployments.ingress.Ingress` is one."""
 
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]: ...
@@ -74,9 +76,9 @@ def http_app(service: Service) -> FastAPI:
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: LoadAdapterRequest) -> JSONResponse:
-        """Load an adapter on every replica, or replace it in place."""
+        """Load an adapter on every replica, or replace it in place; 207 where some have yet to get it."""
         outcome = await service.load_adapter(request.lora_name, request.lora_path, request.load_inplace)
-        return JSONResponse(outcome_body(outcome))
+        return JSONResponse(outcome_body(outcome), 207 if outcome.status is LoRAStatus.PARTIAL else 200)
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(request: AdapterNameRequest) -> JSONResponse:
@@ -92,6 +94,8 @@ def http_app(service: Service) -> FastAPI:
     async def unpin_lora_adapter(request: AdapterNameRequest) -> JSONResponse:
         """Let an adapter's slot be taken again."""
         return JSONResponse(outcome_body(await service.unpin_adapter(request.lora_name)))
+
+    app.include_router(alias_routes(service))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:

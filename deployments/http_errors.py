@@ -1,6 +1,7 @@
 """One table from faults to HTTP answers, all in OpenAI's error envelope."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse
 from deployments.openai_api import error_body
 from lora_core.errors import (
     AdapterError,
+    AdapterLate,
     AdapterLost,
     AdapterNameTaken,
     AdapterNotFound,
@@ -25,6 +27,9 @@ from lora_core.errors import (
     InvalidRequest,
     LoRADisabled,
     LoRAFleetError,
+    NoReplica,
+    QueueFull,
+    TryLater,
 )
 from lora_core.types import LoRAStatus
 
@@ -50,10 +55,13 @@ FAULTS: dict[type[Exception], Fault] = {
     # the new weights, or the 404 of a model that is gone.
     AdapterUnloaded: Fault(409, "invalid_request_error", "adapter_unloaded"),
     LoRADisabled: Fault(501, "invalid_request_error", "lora_disabled"),
-    # An operation that the fleet's state does not allow: one pin too many.
     AdapterError: Fault(409, "invalid_request_error", "adapter_conflict"),
     ConfigError: Fault(500, "server_error"),
     EngineError: Fault(503, "server_error", "engine_unavailable"),
+    QueueFull: Fault(429, "rate_limit_error", "queue_full"),
+    AdapterLate: Fault(503, "server_error", "adapter_late"),
+    NoReplica: Fault(503, "server_error", "no_replica"),
+    TryLater: Fault(503, "server_error", "try_later"),
     BackPressureError: Fault(429, "rate_limit_error", "too_many_requests"),
     LoRAFleetError: Fault(500, "server_error"),
 }
@@ -67,7 +75,7 @@ STATUS_ERRORS: dict[LoRAStatus, type[LoRAFleetError]] = {
     LoRAStatus.LOAD_INVALID_PATH: InvalidAdapterPath,
     LoRAStatus.LOAD_INVALID_ADAPTER: InvalidAdapter,
     LoRAStatus.PIN_NAME_NONEXISTENT: AdapterNotFound,
-    LoRAStatus.PIN_ERROR: AdapterError,
+    LoRAStatus.PIN_ERROR: InvalidRequest,
     LoRAStatus.UNAVAILABLE: EngineError,
 }
 """What a refused operation is raised as; statuses not named here are faults of the server."""
@@ -80,6 +88,12 @@ def fault_of(error: BaseException) -> tuple[Fault, dict[str, Any]]:
             return fault, error_body(str(error), kind=fault.kind, code=fault.code)
     message = f"internal error ({type(error).__name__}); the server's log has the details"
     return INTERNAL, error_body(message, kind=INTERNAL.kind, code=INTERNAL.code)
+
+
+def retry_headers(error: BaseException) -> dict[str, str]:
+    """`Retry-After`, in whole seconds, of a fault that says when sending the request again is worth while."""
+    after_s: float | None = getattr(error, "retry_after_s", None)
+    return {} if after_s is None else {"Retry-After": str(max(1, math.ceil(after_s)))}
 
 
 def describe_validation(error: ValidationError | RequestValidationError) -> tuple[str, str | None]:
@@ -141,4 +155,4 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(LoRAFleetError)
     async def known_error(_: Request, error: Exception) -> JSONResponse:
         fault, body = fault_of(error)
-        return JSONResponse(body, fault.status)
+        return JSONResponse(body, fault.status, retry_headers(error))

@@ -9,11 +9,16 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.fleet import FleetTable, LoadOutcome
+from cluster.entry import AdapterEntry
+from cluster.fleet import Alias, AliasInFleet, FleetTable, LoadOutcome
+from cluster.schema import QueueSettings
+from cluster.status import AdapterReport, FleetReport, Page
 from deployments.adapter_card import status_body
 from deployments.answer import Answer
 from deployments.directory import ModelDirectory
 from deployments.engine_handle import EngineHandle
+from deployments.fleet_api import fleet_routes
+from deployments.fleet_status import MOST_ADAPTERS, FleetStatus
 from deployments.generation import GenerateCall, GenerateChunk
 from deployments.http_api import http_app
 from deployments.http_errors import STATUS_ERRORS, describe_validation
@@ -43,18 +48,29 @@ class Ingress:
         engine: Handle of the engine deployment.
         base: The base model's card.
         enable_lora: Whether adapters are served.
+        queue: How many requests may wait, and how long.
     """
 
-    def __init__(self, engine: DeploymentHandle, base: BaseModelCard, *, enable_lora: bool) -> None:
-        self._engine = EngineHandle(engine)
+    def __init__(
+        self,
+        engine: DeploymentHandle,
+        base: BaseModelCard,
+        *,
+        enable_lora: bool,
+        queue: QueueSettings | None = None,
+    ) -> None:
+        self._engine = EngineHandle(engine, queue)
         self._base = base
         self._enable_lora = enable_lora
         self._directory = ModelDirectory(base.name, self._engine.router_name)
         self._directory.start()
+        self._status = FleetStatus(self._directory.router)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once the replica is constructed."""
-        return http_app(self)
+        app = http_app(self)
+        app.include_router(fleet_routes(self))
+        return app
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer a chat (it has `messages`) or completion body in one object.
@@ -76,6 +92,9 @@ class Ingress:
 
     async def load_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> LoadOutcome:
         """Load an adapter on every replica; returns when all live ones have it.
+
+        Or, with status PARTIAL, when some have it, and the others, named in `behind`, could not get it for reasons of
+        their own: they are asked again.
 
         With `load_inplace` it takes the place of the adapter of this name, if there is one: requests in flight finish
         on the old weights, later ones get the new, and content that is served already changes nothing.
@@ -111,6 +130,50 @@ class Ingress:
         self._check_enabled()
         return await self._changed(await self._directory.router.unpin(lora_name))
 
+    async def set_alias(self, alias: str, targets: dict[str, float]) -> Alias:
+        """Have a name stand for weighted adapters (name -> weight, on any scale), in one step.
+
+        Raises:
+            InvalidRequest: a name, a weight or a target cannot be; the numbers are named.
+            AdapterNameTaken: an adapter, or the base model, has the name.
+            LoRADisabled: the server runs without adapters.
+        """
+        self._check_enabled()
+        moved = await self._directory.router.set_alias(alias, targets)
+        await self._directory.refresh()
+        return moved
+
+    async def roll_back_alias(self, alias: str) -> Alias:
+        """Have an alias stand for what it stood for before its last move. Raises AdapterNotFound, InvalidRequest,
+        LoRADisabled."""
+        self._check_enabled()
+        moved = await self._directory.router.roll_back_alias(alias)
+        await self._directory.refresh()
+        return moved
+
+    async def remove_alias(self, alias: str) -> int:
+        """Forget an alias; returns the epoch. Raises AdapterNotFound, LoRADisabled."""
+        self._check_enabled()
+        epoch = await self._directory.router.remove_alias(alias)
+        await self._directory.refresh()
+        return epoch
+
+    async def aliases(self) -> list[AliasInFleet]:
+        """All aliases, each with what it stood for before."""
+        return await self._directory.router.aliases()
+
+    async def set_min_copies(self, lora_name: str, min_copies: int) -> AdapterEntry:
+        """Have an adapter in a slot of at least so many replicas.
+
+        Raises:
+            AdapterNotFound: no such adapter.
+            InvalidRequest: more than there are replicas, or slots to give; the numbers are named.
+            LoRADisabled: the server runs without adapters.
+            EngineError: no replica is there.
+        """
+        self._check_enabled()
+        return await self._directory.router.set_min_copies(lora_name, min_copies)
+
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
         """The whole answer, see `EngineHandle.collect`."""
         return await self._engine.collect(await self._call(request))
@@ -122,12 +185,15 @@ class Ingress:
                 yield piece
 
     async def models(self) -> dict[str, dict[str, Any]]:
-        """Cards of the base model and of every adapter, by name."""
+        """Cards of the base model, of every adapter and of every alias, by name."""
         base = self._base
         cards = {base.name: model_card(base.name, root=base.root, parent=None, created=base.created)}
         table = self._directory.table or await self._directory.refresh()
         for name, entry in sorted(table.adapters.items()) if table is not None else ():
             cards[name] = model_card(name, root=entry.path, parent=base.name, created=base.created)
+        for name, alias in sorted(table.aliases.items()) if table is not None else ():
+            card = model_card(name, root=", ".join(alias.targets), parent=base.name, created=base.created)
+            cards[name] = {**card, "targets": alias.targets}
         return cards
 
     async def model(self, name: str) -> dict[str, Any]:
@@ -136,6 +202,18 @@ class Ingress:
         card = (await self.models())[name]
         status = None if name == self._base.name else await self._directory.describe(name)
         return card if status is None else {**card, "lora": status_body(status)}
+
+    async def fleet(self) -> FleetReport:
+        """The replicas, the epochs they are at, and the last changes that failed. Raises EngineError."""
+        return await self._status.fleet()
+
+    async def adapters(self, after: str = "", limit: int = MOST_ADAPTERS) -> Page:
+        """The desired adapters in detail, in the order of their names, from the one behind `after` on."""
+        return await self._status.adapters(after, limit)
+
+    async def adapter(self, name: str) -> AdapterReport:
+        """One desired adapter in detail. Raises AdapterNotFound, EngineError."""
+        return await self._status.adapter(name)
 
     async def num_replicas(self) -> int:
         """Replicas that can serve now: those that have applied the adapter changes they found when they joined."""
@@ -149,12 +227,16 @@ class Ingress:
             raise LoRADisabled("this server runs with enable_lora: false; set it to true to serve adapters")
 
     async def _call(self, request: GenerationRequest) -> GenerateCall:
-        model = await self._directory.resolve(request.model)
-        return request.call(uuid.uuid4().hex, model.lora_name, model.epoch)
+        request_id = uuid.uuid4().hex
+        model = await self._directory.resolve(request.model, request_id)
+        if model.lora_name is not None:
+            # What an alias is asked is answered in the name of the adapter that answers.
+            request.model = model.lora_name
+        return request.call(request_id, model.lora_name, model.epoch)
 
     async def _changed(self, outcome: LoadOutcome) -> LoadOutcome:
         await self._directory.refresh()
-        if outcome.status is not LoRAStatus.SUCCESS:
+        if outcome.status not in (LoRAStatus.SUCCESS, LoRAStatus.PARTIAL):
             raise STATUS_ERRORS.get(outcome.status, LoRAFleetError)(outcome.message)
         return outcome
 

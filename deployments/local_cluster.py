@@ -31,6 +31,10 @@ ENVIRONMENT = {
     **JOINING,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # A router actor that died is noticed as soon as a replica is; Serve looks every 10 s otherwise.
+    "RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "1",
+    # A replica that fails its health check has no engine that could end its requests: it is not waited for.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 """Set for the head and for everything that joins it."""
 
@@ -55,6 +59,8 @@ class LocalCluster:
         self.environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
         self.environment.pop("RAY_ADDRESS", None)
         self.address = ""
+        self.metrics_url = ""
+        """Where Prometheus finds the metrics of all its processes."""
         self._process: subprocess.Popen[bytes] | None = None
         self.folder = Path()
         """Private to this cluster, removed with it."""
@@ -75,9 +81,11 @@ class LocalCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="lf-", dir="/tmp"))
         port = free_port()
         self.address = f"127.0.0.1:{port}"
+        metrics_port = free_port()
+        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         command = [ray_command("ray"), "start", "--head", "--block", f"--port={port}", f"--temp-dir={self.folder}"]
         command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"]
-        command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}", *agent_ports(metrics_port)]
         command += [f"--num-cpus={self._num_cpus}"] if self._num_cpus is not None else []
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -153,6 +161,19 @@ def port_is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def agent_ports(metrics_port: int) -> list[str]:
+    """Options of `ray start` that give a node's agents their ports.
+
+    A raylet waits for agents that choose theirs, and on a busy machine not for long enough.
+    """
+    options = ("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port", "--runtime-env-agent-port")
+    ports = {metrics_port}
+    while len(ports) <= len(options):
+        ports.add(free_port())
+    others = ports - {metrics_port}
+    return [f"--metrics-export-port={metrics_port}", *map("{}={}".format, options, others)]
 
 
 def ray_command(name: str) -> str:

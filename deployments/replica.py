@@ -7,6 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from ray import serve
 
 from cluster.base_model import locate_base_model
@@ -14,14 +15,18 @@ from cluster.fleet import ROUTER_ACTOR
 from cluster.schema import AppSettings, parse_settings
 from deployments.adapter_follower import AdapterFollower
 from deployments.engine_client import EngineClient
-from deployments.generation import GenerateCall, GenerateChunk, Refusal
+from deployments.generation import GenerateCall, GenerateChunk, Refusal, SlotSnapshot
 from deployments.generator import Generator
+from deployments.replica_metrics import ReplicaMetrics
 from deployments.router_client import RouterClient
+from deployments.stream_pace import StreamPace
 from deployments.tokenizer import ModelTokenizer
+from deployments.watchdog import Watchdog
 from lora_core.config import EngineConfig
 from lora_core.errors import AdapterError, AdapterLost, InvalidRequest
 from lora_core.messages import EngineReady, Residency
 from lora_core.types import LoRARequest, LoRAResponse
+from lora_core.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +37,8 @@ EPOCH_TIMEOUT_S = 10.0
 class EngineReplica:
     """One engine and its adapters; undecorated, bound by `deployments.app.build`.
 
-    It is ready when its engine is, and when it holds the adapters its fellow replicas hold.
+    It is ready when its engine is, when it holds the adapters its fellow replicas hold, and when those of them are in
+    slots that requests will come for (within `replica.warm_timeout_s`).
 
     Args:
         settings: `cluster.schema.AppSettings`, as a dict.
@@ -42,10 +48,17 @@ class EngineReplica:
         EngineDead: the engine process did not start.
     """
 
+    engine_module = "deployments.engine_process"
+    """What the engine process runs."""
+    router_client: type[RouterClient] = RouterClient
+    """How the router actor is reached."""
+
     # Serve awaits it.
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]
         self._client: EngineClient | None = None
         self._follower: AdapterFollower | None = None
+        self._snapshot: SlotSnapshot | None = None
+        self._metrics = ReplicaMetrics()
         app = parse_settings(settings)
         model = await asyncio.to_thread(locate_base_model, app.model)
         self._client = client = self._new_client(app, model)
@@ -53,8 +66,12 @@ class EngineReplica:
         tokenizer_task = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
         try:
             self._ready = await client.start(app.replica.start_timeout_s)
-            self._generator = Generator(client, self._ready, await tokenizer_task)
-            self._follower = await self._join(client, self._ready, app.router.change_timeout_s)
+            pace = StreamPace(app.replica.stream_window_s)
+            self._generator = Generator(client, self._ready, await tokenizer_task, pace)
+            self._follower = await self._join(client, self._ready, app)
+            deadlines, follower = app.watchdog.deadlines, self._follower
+            self._watchdog = Watchdog(client, deadlines, follower.set_stalled, self._metrics.count_heal)
+            self._watching = asyncio.create_task(self._watchdog.run(), name="watchdog")
         except BaseException:
             tokenizer_task.cancel()
             await client.close()
@@ -65,7 +82,7 @@ class EngineReplica:
 
         A call that can never be served (InvalidRequest, AdapterNotFound after its changes up to `call.epoch`,
         LoRADisabled), or whose adapter is not served by this replica (AdapterLost) or no longer (AdapterUnloaded), is
-        answered by a `Refusal`.
+        answered by a `Refusal`. The first chunk carries this replica's slots as they are then.
 
         Raises:
             RequestTimeout: this replica does not learn of the changes the call needs.
@@ -80,10 +97,22 @@ class EngineReplica:
                 return
         try:
             async with aclosing(self._generator.generate(call)) as chunks:
+                is_first = True
                 async for chunk in chunks:
-                    yield chunk
+                    yield msgspec.structs.replace(chunk, snapshot=self._snapshot) if is_first else chunk
+                    is_first = False
         except (InvalidRequest, AdapterError) as error:
             yield Refusal(kind=type(error).__name__, message=str(error))
+
+    async def warm(self, name: str, epoch: int = 0) -> LoRAResponse:
+        """Bring an adapter into a slot, if one is to spare, before requests for it come: see `AdapterFollower.warm`.
+
+        Raises:
+            RequestTimeout: this replica does not learn of the adapter's changes up to `epoch`.
+            EngineDead: the engine ended.
+        """
+        await self._joined.wait_for(name, epoch, EPOCH_TIMEOUT_S)
+        return await self._joined.warm(name)
 
     async def router_name(self) -> str:
         """Ray name of the router actor."""
@@ -120,24 +149,45 @@ class EngineReplica:
             app.lora_config.model_copy(update={"lora_paths": ()}),
             stall_timeout_s=app.replica.stall_timeout_s,
             on_residency=self._on_residency,
+            on_workload=self._on_workload,
+            module=self.engine_module,
         )
 
-    async def _join(self, client: EngineClient, ready: EngineReady, change_timeout_s: float) -> AdapterFollower:
+    async def _join(self, client: EngineClient, ready: EngineReady, app: AppSettings) -> AdapterFollower:
         async def apply(request: LoRARequest) -> LoRAResponse:
-            return await client.lora(request, change_timeout_s)
+            return await client.lora(request, app.router.change_timeout_s)
 
-        follower = AdapterFollower(RouterClient(), apply, _replica_id(), ready.num_slots)
+        follower = AdapterFollower(
+            self.router_client(), apply, _replica_id(), ready.num_slots, protect=client.protect_adapters
+        )
+        # It is told what the engine holds from now on.
+        self._follower = follower
         try:
             await follower.join()
+            self._on_residency(client.residency)
+            if ready.num_slots and app.replica.warm_timeout_s:
+                await follower.warm_share(app.replica.warm_timeout_s)
         except BaseException:
             await follower.close()
             raise
-        follower.report(client.residency)
         return follower
 
     def _on_residency(self, residency: Residency) -> None:
+        self._metrics.take_residency(residency)
+        self._snapshot = SlotSnapshot(
+            replica_id=_replica_id(),
+            sequence=residency.sequence,
+            resident=tuple(ref.name for ref in residency.resident),
+            loading=tuple(ref.name for ref in residency.loading),
+            num_slots_used=residency.num_slots_used,
+        )
         if self._follower is not None:
             self._follower.report(residency)
+
+    def _on_workload(self, workload: Workload) -> None:
+        self._metrics.take_work(workload)
+        if self._follower is not None:
+            self._follower.report_work(workload)
 
 
 def _replica_id() -> str:

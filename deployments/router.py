@@ -8,37 +8,49 @@ import asyncio
 import logging
 import os
 import time
-import uuid
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from ray import serve
-from ray.serve.exceptions import RayServeException
 
 from cluster.changes import Change, topic_of
-from cluster.fleet import AdapterInFleet, FleetTable, LoadOutcome, Outcome, Registration
-from cluster.journal import session_journal
+from cluster.entry import AdapterEntry
+from cluster.fleet import (
+    AdapterInFleet,
+    Alias,
+    AliasInFleet,
+    FleetTable,
+    LoadOutcome,
+    Outcome,
+    Registration,
+    SlotWishes,
+)
 from cluster.members import Members
 from cluster.names import check_name, static_adapters
 from cluster.registry import AdapterRegistry
 from cluster.schema import RouterSettings
-from cluster.verdict import other_content, text_of
+from cluster.status import AdapterReport, FleetReport, Page
+from cluster.table_changes import TableDelta
+from cluster.verdict import other_content
 from deployments.bell import Bell
+from deployments.broadcast import Broadcast
 from deployments.fleet_operations import FleetOperations
-from deployments.ray_internals import actor_name, session_folder, session_name
-from lora_core.errors import AdapterError, AdapterNameTaken, ReplicaUnknown
+from deployments.fleet_slots import FleetSlots
+from deployments.journal_place import is_text, journal_file, one_spelling
+from deployments.lease_sweep import LeaseSweep
+from deployments.operator_view import OperatorView
+from deployments.ray_internals import actor_name, session_name
+from deployments.refusals import Refusals
+from deployments.slot_claims import SlotClaims
+from deployments.succession import Succession, num_joined
+from deployments.table_feed import TableFeed
+from deployments.turns import Turns
+from lora_core.errors import AdapterError, AdapterNameTaken, InvalidAdapter, InvalidRequest, ReplicaUnknown
 from lora_core.messages import Residency
 from lora_core.types import LoRAStatus
+from lora_core.workload import Workload
 
 logger = logging.getLogger(__name__)
-
-COALESCE_S = 0.02
-"""A table is published this long after a change, so that a burst of changes travels as one."""
-
-IN_MEMORY = ":memory:"
-"""`router.journal` that keeps no file."""
 
 
 class AdapterRouter:
@@ -56,24 +68,33 @@ class AdapterRouter:
         rest = dict(settings)
         self._base_name: str = rest.pop("base_name")
         static = static_adapters(rest.pop("lora_paths", ()), self._base_name)
-        static = {name: _one_spelling(path) for name, path in static.items()}
+        static = {name: one_spelling(path) for name, path in static.items()}
         num_slots: int | None = rest.pop("num_slots", None)
         self._settings = RouterSettings.model_validate(rest)
         self._name = actor_name()
         self._registry = AdapterRegistry(
-            _journal_file(self._settings.journal),
+            journal_file(self._settings.journal),
             static=static,
             run=f"{session_name()}/{self._name}" if self._name else "",
         )
-        self._members = Members(self._settings.lease_s)
-        self._changed, self._progress, self._published = Bell(), Bell(), Bell()
+        self._members = Members(self._settings.lease_s, self._registry.served)
+        self._registry.on_change = self._members.expect
+        self._changed, self._progress = Bell(), Bell()
+        self._feed = TableFeed(self._registry, self._members)
+        self._turns = Turns()
+        broadcast = Broadcast(self._members, self._progress, self._announce, self._settings.change_timeout_s)
         self._operations = FleetOperations(
-            self._registry, self._members, self._progress, self._announce, self._settings, num_slots
+            self._registry, self._members, broadcast, self._turns, self._settings.lease_s
         )
-        self._sweep: asyncio.TimerHandle | None = None
-        self._router_id = uuid.uuid4().hex
-        self._version = 1
-        self._table: FleetTable | None = None
+        self._claims = SlotClaims(self._registry, self._members, broadcast, self._turns, num_slots)
+        self._refusals = Refusals(self._registry, broadcast, self._turns)
+        self._slots = FleetSlots(
+            self._registry, self._members, self._feed.stir, self._settings.plan_period_s, num_slots
+        )
+        self._sweep = LeaseSweep(self._members, self._forget_replicas)
+        self._succession = Succession(self._members, num_joined, _end_process)
+        self._registry.on_replaced = self._succession.look_at
+        self._view = OperatorView(self._registry, self._members, self._slots, self._operations)
 
     # For replicas
 
@@ -90,12 +111,19 @@ class AdapterRouter:
         changes = self._registry.catch_up(holding or {}, pinned)
         behind = {topic_of(change.request) for change in changes}
         self._members.add(replica_id, time.monotonic(), self._registry.epoch, behind)
-        self._schedule_sweep()
+        self._refusals.drop([replica_id])
+        self._sweep.schedule()
+        self._slots.start()
+        self._view.start(self._feed.router_id)
         self._progress.ring()
-        self._publish()
+        self._feed.stir()
         logger.info("replica %s registered; %d change(s) to apply", replica_id, len(changes))
         return Registration(
-            epoch=self._registry.epoch, changes=changes, router_name=self._name, lease_s=self._settings.lease_s
+            epoch=self._registry.epoch,
+            changes=changes,
+            router_name=self._name,
+            lease_s=self._settings.lease_s,
+            work_period_s=self._slots.report_period_s,
         )
 
     async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]:
@@ -107,9 +135,10 @@ class AdapterRouter:
         self._members.renew(replica_id, time.monotonic())
         deadline = time.monotonic() + timeout_s
         while True:
-            changes = self._registry.changes_since(since_epoch)
-            if changes is None:
+            known = self._registry.changes_since(since_epoch)
+            if known is None:
                 raise ReplicaUnknown(f"replica {replica_id!r} is at epoch {since_epoch}, too far behind; register it")
+            changes = [change for change in known if change.is_for(replica_id)]
             if changes or not await self._changed.wait(deadline - time.monotonic()):
                 return changes
             self._members.get(replica_id)
@@ -130,10 +159,12 @@ class AdapterRouter:
             for outcome, told in zip(compared, outcomes, strict=True)
             if outcome is not told
         ]
-        self._members.acknowledge(member, compared, self._registry.entries)
-        self._warn_of_refusals(replica_id, compared)
+        news = self._members.acknowledge(member, compared, self._registry.entries)
+        self._refusals.note(replica_id, news)
+        for outcome in news:
+            self._operations.note_progress(outcome.topic.name)
         self._progress.ring()
-        self._publish()
+        self._feed.stir()
         return unloads
 
     async def report_residency(self, replica_id: str, residency: Residency, num_slots: int) -> None:
@@ -144,46 +175,87 @@ class AdapterRouter:
         """
         member = self._members.renew(replica_id, time.monotonic())
         if self._members.report(member, residency, num_slots):
-            self._publish()
+            self._feed.stir()
+
+    async def report_work(self, replica_id: str, work: Workload) -> SlotWishes:
+        """Note what a replica has done since it last said so; returns what its slots should hold.
+
+        Raises:
+            ReplicaUnknown: register again.
+        """
+        self._slots.note_work(self._members.renew(replica_id, time.monotonic()), work)
+        return await self._slots.wishes(replica_id)
+
+    async def wait_wishes(self, replica_id: str, version: int, timeout_s: float) -> SlotWishes:
+        """What a replica's slots should hold, once it differs from `version`, or after timeout_s. Renews the lease,
+        when called.
+
+        Raises:
+            ReplicaUnknown: register again.
+        """
+        self._members.renew(replica_id, time.monotonic())
+        return await self._slots.wait_wishes(replica_id, version, timeout_s)
+
+    async def num_joined(self) -> int:
+        """Replicas that take requests."""
+        return self._members.num_joined
 
     # For handles
 
+    async def note_loads(self, loads: Mapping[str, list[str]]) -> None:
+        """Note that requests are on their way which bring adapters into slots: replica id -> names.
+
+        These count as loading for `HINT_S`, and the replica is told of them at once. Unknown ones are ignored.
+        """
+        self._slots.note_loads(loads)
+
     async def table(self) -> FleetTable:
         """The fleet as it is now."""
-        if self._table is None:
-            ready = self._registry.ready()
-            self._table = FleetTable(
-                version=self._version,
-                epoch=self._registry.epoch,
-                adapters=ready,
-                replicas=self._members.states(ready),
-                router_id=self._router_id,
-            )
-        return self._table
+        return self._feed.table(self._slots)
 
-    async def watch(self, version: int, timeout_s: float, router_id: str = "") -> FleetTable:
-        """The table once it differs from `version` (of `router_id`, where given), or after timeout_s."""
-        known = version == self._version and router_id in ("", self._router_id)
-        if known and await self._published.wait(timeout_s):
-            await asyncio.sleep(COALESCE_S)
-        return await self.table()
+    async def watch(self, version: int, timeout_s: float, router_id: str = "") -> FleetTable | list[TableDelta]:
+        """The table once it differs from `version`, or after timeout_s.
+
+        Returns:
+            The deltas that lead there from `version`, for who has that of `router_id`; else the whole table.
+        """
+        return await self._feed.watch(self._slots, version, timeout_s, router_id)
 
     async def describe(self, name: str) -> AdapterInFleet | None:
         """One adapter in detail; None where none of this name can be asked for."""
-        entry = self._registry.ready().get(name)
+        entry = self._registry.served.get(name)
         if entry is None:
             return None
         return AdapterInFleet(
-            entry=entry, report=self._registry.report(name), replicas=self._members.status(name, entry)
+            entry=entry,
+            report=self._registry.report(name),
+            replicas=self._members.status(entry),
+            retries=self._refusals.of(name),
         )
+
+    # For operators
+
+    async def fleet_status(self) -> FleetReport:
+        """The replicas, the epochs they are at, and the last changes that failed."""
+        return self._view.fleet(self._feed.router_id)
+
+    async def adapters_status(self, after: str, limit: int) -> Page:
+        """The first `limit` desired adapters, whatever their state, whose names come after `after`."""
+        return self._view.adapters(after, limit)
+
+    async def adapter_status(self, name: str) -> AdapterReport | None:
+        """One desired adapter, whatever its state; None where there is none of this name."""
+        return self._view.adapter(name)
 
     # For whoever loads and unloads: each goes on when the caller stops waiting
 
     async def load(self, name: str, path: str, load_inplace: bool = False) -> LoadOutcome:
         """Serve the adapter at `path` under `name` on every live replica.
 
-        Answers once every live replica has it, or after it was undone everywhere because one refused it, because two
-        found other content there, or because the journal cannot be written. A load identical to one under way joins it.
+        Answers once every live replica has it: SUCCESS; or once some have it and the others cannot for reasons of their
+        own: PARTIAL, and those are asked again in the background. Or after it was undone everywhere because none has
+        it, because one found fault with it, because two found other content there, or because the journal cannot be
+        written. A load identical to one under way joins it.
 
         In place, it takes the place of the adapter that has the name, if one has: as a new generation, while requests
         in flight finish on the one before. No replica swaps before all have loaded and checked the new content; where
@@ -194,7 +266,10 @@ class AdapterRouter:
             path: A folder, in whatever spelling, or a Hub id.
             load_inplace: Replace what has the name.
         """
-        path = _one_spelling(path)
+        if not is_text(path):
+            message = f"the adapter's path {path!r} is not text in UTF-8; name the folder otherwise"
+            return LoadOutcome(status=LoRAStatus.LOAD_INVALID_PATH, message=message)
+        path = one_spelling(path)
         try:
             check_name(name, self._base_name)
         except AdapterError as error:
@@ -212,26 +287,77 @@ class AdapterRouter:
 
         One slot always stays free for the others: at most slots - 1 adapters can be pinned.
         """
-        return await self._operations.set_pin(name, True)
+        return await self._set_pin(name, True)
 
     async def unpin(self, name: str) -> LoadOutcome:
         """Let an adapter's slot be taken again when others need it."""
-        return await self._operations.set_pin(name, False)
+        return await self._set_pin(name, False)
+
+    async def set_min_copies(self, name: str, min_copies: int) -> AdapterEntry:
+        """Have an adapter in a slot of at least so many replicas. Raises as `SlotClaims.set_min_copies` does."""
+        entry = await asyncio.shield(self._turns.run(self._claims.set_min_copies(name, min_copies)))
+        self._slots.start()
+        self._announce()
+        return entry
+
+    # Aliases
+
+    async def set_alias(self, name: str, targets: Mapping[str, float]) -> Alias:
+        """Have a name stand for weighted adapters, in one step; it may have stood for others before.
+
+        Args:
+            name: The alias. It may carry a version, as `tuned@latest`.
+            targets: Adapter -> weight, on any scale.
+
+        Raises:
+            InvalidRequest: a name, a weight or a target cannot be.
+            AdapterNameTaken: an adapter, or the base model, has the name.
+        """
+        try:
+            check_name(name, self._base_name, "alias")
+        except InvalidAdapter as error:
+            raise InvalidRequest(str(error)) from None
+        return self._moved(self._registry.set_alias(name, targets))
+
+    async def roll_back_alias(self, name: str) -> Alias:
+        """Have an alias stand for what it stood for before its last move. Raises AdapterNotFound, InvalidRequest."""
+        return self._moved(self._registry.roll_back_alias(name))
+
+    async def remove_alias(self, name: str) -> int:
+        """Forget an alias; returns the epoch. Raises AdapterNotFound."""
+        epoch = self._registry.remove_alias(name)
+        self._feed.stir()
+        return epoch
+
+    async def aliases(self) -> list[AliasInFleet]:
+        """All aliases, in the order of their names."""
+        return self._registry.aliases.all()
 
     async def close(self) -> None:
         """Stop the clock and close the journal."""
-        if self._sweep is not None:
-            self._sweep.cancel()
-        self._operations.close()
+        self._sweep.close()
+        self._succession.close()
+        self._turns.close()
+        self._refusals.close()
+        self._slots.close()
+        self._view.close()
         self._registry.close()
 
     # Inside
 
+    async def _set_pin(self, name: str, pinned: bool) -> LoadOutcome:
+        outcome = await asyncio.shield(self._turns.run(self._claims.set_pin(name, pinned)))
+        return self._operations.note(name, outcome)
+
+    def _moved(self, alias: Alias) -> Alias:
+        self._feed.stir()
+        return alias
+
     def _compared(self, outcome: Outcome) -> Outcome:
         """The outcome, or a refusal in its place where a replica loaded other content than its fellows serve."""
         name, report = outcome.topic.name, outcome.response.report
-        entry = self._registry.entries.get(name)
-        if entry is None or entry.state != "ready" or report is None or report.generation != entry.generation:
+        entry = self._registry.served.get(name)
+        if entry is None or report is None or report.generation != entry.generation:
             return outcome
         if entry.content_hash is None:
             self._registry.note_content(name, report)
@@ -240,60 +366,18 @@ class AdapterRouter:
             return msgspec.structs.replace(outcome, response=refusal)
         return outcome
 
-    def _warn_of_refusals(self, replica_id: str, outcomes: list[Outcome]) -> None:
-        """Say which adapters that others serve a replica does not."""
-        served = self._registry.ready()
-        for outcome in outcomes:
-            (name, is_pin), response = outcome.topic, outcome.response
-            if not is_pin and name in served and response.status is not LoRAStatus.SUCCESS:
-                logger.warning("replica %s does not serve adapter %r: %s", replica_id, name, text_of(response))
-
     def _announce(self) -> None:
         """Wake replicas that wait for changes, and handles that wait for the table."""
         self._changed.ring()
-        self._publish()
+        self._feed.stir()
 
-    def _publish(self) -> None:
-        self._version += 1
-        self._table = None
-        self._published.ring()
-
-    def _schedule_sweep(self) -> None:
-        due = self._members.next_expiry
-        if self._sweep is None and due is not None:
-            delay_s = max(0.0, due - time.monotonic())
-            self._sweep = asyncio.get_running_loop().call_later(delay_s, self._expire, due)
-
-    def _expire(self, due: float) -> None:
-        self._sweep = None
-        now = time.monotonic()
-        # A loop that was held up has calls of replicas waiting: they are heard before anyone is dropped.
-        if now - due > self._settings.lease_s / 2:
-            pause_s = self._settings.lease_s / 2
-            self._sweep = asyncio.get_running_loop().call_later(pause_s, self._expire, now + pause_s)
-            return
-        gone = self._members.expire(now)
-        if gone:
-            logger.warning("no sign of life within %.1f s: dropped %s", self._settings.lease_s, ", ".join(gone))
-            self._changed.ring()
-            self._progress.ring()
-            self._publish()
-        self._schedule_sweep()
+    def _forget_replicas(self, gone: list[str]) -> None:
+        self._refusals.drop(gone)
+        self._slots.drop(gone)
+        self._progress.ring()
+        self._announce()
 
 
-def _journal_file(setting: str | None) -> Path | None:
-    """The file of `router.journal`; None keeps everything in memory, as an unset one does outside Ray Serve."""
-    if setting is not None:
-        return None if setting == IN_MEMORY else Path(setting).expanduser()
-    folder = session_folder()
-    try:
-        actor = serve.get_deployment_actor_context()
-    except RayServeException:
-        return None
-    return session_journal(folder, actor.app_name, actor.deployment) if folder is not None else None
-
-
-def _one_spelling(path: str) -> str:
-    """The absolute path of a folder on this machine; anything else may be a Hub id, or exist where replicas run."""
-    folder = os.path.expanduser(path)
-    return os.path.realpath(folder) if os.path.isdir(folder) else path
+def _end_process() -> None:
+    # Not an orderly exit, which a worker of Ray's may put off.
+    os._exit(1)

@@ -11,11 +11,25 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from cluster.changes import Change
-from cluster.fleet import ROUTER_ACTOR, AdapterInFleet, FleetTable, LoadOutcome, Outcome, Registration
+from cluster.entry import AdapterEntry
+from cluster.fleet import (
+    ROUTER_ACTOR,
+    AdapterInFleet,
+    Alias,
+    AliasInFleet,
+    FleetTable,
+    LoadOutcome,
+    Outcome,
+    Registration,
+    SlotWishes,
+)
+from cluster.status import AdapterReport, FleetReport, Page
+from cluster.table_changes import TableDelta, applied
 from deployments.ray_internals import SERVE_NAMESPACE
-from lora_core.errors import EngineDead, LoRAFleetError, RequestTimeout
+from lora_core.errors import AdapterNotFound, EngineDead, LoRAFleetError, RequestTimeout
 from lora_core.messages import Residency
 from lora_core.types import LoRAStatus
+from lora_core.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +87,16 @@ class RouterClient:
         """Say what the replica holds."""
         await self._call("report_residency", replica_id, residency, num_slots)
 
+    async def report_work(self, replica_id: str, work: Workload) -> SlotWishes:
+        """Say what the replica has done since it last said so; returns what its slots should hold."""
+        wishes: SlotWishes = await self._call("report_work", replica_id, work)
+        return wishes
+
+    async def wait_wishes(self, replica_id: str, version: int, timeout_s: float) -> SlotWishes:
+        """What the replica's slots should hold, once it differs from `version`, or after timeout_s."""
+        wishes: SlotWishes = await self._call("wait_wishes", replica_id, version, timeout_s)
+        return wishes
+
     # For everyone
 
     async def load(self, name: str, path: str, load_inplace: bool = False) -> LoadOutcome:
@@ -104,36 +128,102 @@ class RouterClient:
             return LoadOutcome(status=LoRAStatus.SUCCESS, message=f"adapter {name!r} is unloaded")
         return outcome
 
+    async def set_min_copies(self, name: str, min_copies: int) -> AdapterEntry:
+        """Have an adapter in a slot of so many replicas, see `AdapterRouter.set_min_copies`."""
+        entry: AdapterEntry = await self._call("set_min_copies", name, min_copies)
+        return entry
+
+    async def set_alias(self, name: str, targets: Mapping[str, float]) -> Alias:
+        """Have a name stand for weighted adapters, see `AdapterRouter.set_alias`."""
+        alias: Alias = await self._call("set_alias", name, dict(targets))
+        return alias
+
+    async def roll_back_alias(self, name: str) -> Alias:
+        """Have an alias stand for what it stood for before, see `AdapterRouter.roll_back_alias`.
+
+        Not repeated where the router actor dies meanwhile: that might go back two moves.
+        """
+        alias: Alias = await self._call("roll_back_alias", name, again=False)
+        return alias
+
+    async def remove_alias(self, name: str) -> int:
+        """Forget an alias; returns the epoch, or 0 where the router actor died when it had done it."""
+        deaths: list[BaseException] = []
+        try:
+            epoch: int = await self._call("remove_alias", name, deaths=deaths)
+        except AdapterNotFound:
+            if deaths:
+                return 0
+            raise
+        return epoch
+
+    async def aliases(self) -> list[AliasInFleet]:
+        """All aliases."""
+        aliases: list[AliasInFleet] = await self._call("aliases")
+        return aliases
+
+    async def fleet_status(self) -> FleetReport:
+        """The replicas, and the last changes that failed."""
+        report: FleetReport = await self._call("fleet_status")
+        return report
+
+    async def adapters_status(self, after: str, limit: int) -> Page:
+        """The first `limit` desired adapters whose names come after `after`."""
+        found: Page = await self._call("adapters_status", after, limit)
+        return found
+
+    async def adapter_status(self, name: str) -> AdapterReport | None:
+        """One desired adapter; None where there is none of this name."""
+        found: AdapterReport | None = await self._call("adapter_status", name)
+        return found
+
+    async def note_loads(self, loads: Mapping[str, list[str]]) -> None:
+        """Say that requests are on their way which bring adapters into slots, see `AdapterRouter.note_loads`."""
+        await self._call("note_loads", dict(loads))
+
     async def table(self) -> FleetTable:
         """The fleet as it is now."""
         table: FleetTable = await self._call("table")
         return table
 
-    async def watch(self, version: int, timeout_s: float, router_id: str = "") -> FleetTable:
-        """The table once it differs from `version` of that router, or after timeout_s."""
-        table: FleetTable = await self._call("watch", version, timeout_s, router_id)
-        return table
+    async def watch(self, last: FleetTable | None, timeout_s: float) -> FleetTable:
+        """The table once it differs from the last one seen, or after timeout_s; only what differs is sent."""
+        version, router_id = (0, "") if last is None else (last.version, last.router_id)
+        news: FleetTable | list[TableDelta] = await self._call("watch", version, timeout_s, router_id)
+        if isinstance(news, FleetTable):
+            return news
+        assert last is not None, "deltas lead on from a table"
+        return applied(last, news)
 
     async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
         """Call back with the table now and at each change, until cancelled or until this process leaves Ray.
 
-        Waits for as long as there is no router.
+        Waits for as long as there is no router. What a change leaves as it was is the same object in both tables.
         """
-        version, router_id = 0, ""
+        last: FleetTable | None = None
         while ray.is_initialized():
             try:
-                table = await self.watch(version, POLL_S, router_id)
+                table = await self.watch(last, POLL_S)
             except LoRAFleetError as error:
                 logger.warning("%s", error)
                 continue
-            if (table.version, table.router_id) != (version, router_id):
-                version, router_id = table.version, table.router_id
+            if table is not last:
+                last = table
                 callback(table)
 
     # Inside
 
-    async def _call(self, method: str, *args: Any, deaths: list[BaseException] | None = None) -> Any:
-        """Call the actor, looking for it for up to patience_s each time it is gone."""
+    async def _call(
+        self, method: str, *args: Any, deaths: list[BaseException] | None = None, again: bool = True
+    ) -> Any:
+        """Call the actor, looking for it for up to patience_s each time it is gone.
+
+        Args:
+            method: Of the actor.
+            args: Its arguments.
+            deaths: Takes how the actor died during calls.
+            again: Whether to call once more after that.
+        """
         looking_since, pause_s = time.monotonic(), 0.05
         while True:
             # Ray would start a cluster for a process that has none, or no longer has one.
@@ -159,6 +249,10 @@ class RouterClient:
                     looking_since += time.monotonic() - asked
                     if deaths is not None:
                         deaths.append(error)
+                    if not again:
+                        raise EngineDead(
+                            f"the router actor died during {method}; look whether it was done, and ask again if not"
+                        ) from None
             if time.monotonic() - looking_since > self._patience_s:
                 raise RequestTimeout(
                     f"the router actor could not be reached within {self._patience_s:g} s "

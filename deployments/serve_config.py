@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from cluster.schema import AppSettings, parse_settings, unknown_key
@@ -28,13 +29,11 @@ class ServeConfig(NamedTuple):
 
     @property
     def num_cpus(self) -> float:
-        """CPUs its replicas ask Ray for, autoscaling left aside."""
+        """CPUs that the replicas it starts with ask Ray for."""
         deployments = self.content["applications"][0].get("deployments") or []
         # Ray's own default is one CPU for each replica.
-        asked = [
-            (d.get("num_replicas") or 1, (d.get("ray_actor_options") or {}).get("num_cpus", 1)) for d in deployments
-        ]
-        return float(sum(count * cpus for count, cpus in asked if isinstance(count, int)))
+        asked = [(_num_replicas(d), (d.get("ray_actor_options") or {}).get("num_cpus", 1)) for d in deployments]
+        return float(sum(count * cpus for count, cpus in asked))
 
     @property
     def address(self) -> str:
@@ -62,7 +61,10 @@ def read_serve_config(path: Path) -> ServeConfig:
     faults = [*_unknown_keys("", content, ServeDeploySchema.model_fields)]
     faults += _unknown_keys("applications[0].", application, ServeApplicationSchema.model_fields)
     for index, deployment in enumerate(application.get("deployments") or []):
-        faults += _unknown_keys(f"applications[0].deployments[{index}].", deployment, DeploymentSchema.model_fields)
+        where = f"applications[0].deployments[{index}]."
+        faults += _unknown_keys(where, deployment, DeploymentSchema.model_fields)
+        autoscaling = deployment.get("autoscaling_config") or {}
+        faults += _unknown_keys(f"{where}autoscaling_config.", autoscaling, AutoscalingConfig.model_fields)
     try:
         settings = parse_settings(application.get("args") or {})
     except ConfigError as error:
@@ -79,3 +81,12 @@ def read_serve_config(path: Path) -> ServeConfig:
 def _unknown_keys(where: str, found: dict[str, Any], known: Iterable[str]) -> list[str]:
     known = list(known)
     return [f"{where}{key}: {unknown_key(str(key), known)}" for key in found if key not in known]
+
+
+def _num_replicas(deployment: dict[str, Any]) -> int:
+    """How many replicas a deployment starts with."""
+    autoscaling = deployment.get("autoscaling_config") or {}
+    for asked in (deployment.get("num_replicas"), autoscaling.get("initial_replicas"), autoscaling.get("min_replicas")):
+        if isinstance(asked, int):
+            return asked
+    return 1

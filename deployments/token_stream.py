@@ -29,16 +29,25 @@ class TokenStream:
         self._arrivals: TokenDelta | None = None
         self._error: LoRAFleetError | None = None
         self._open = True
+        self._rests_until = 0.0
+        self._complete: asyncio.Future[None] | None = None
 
     def feed(self, delta: TokenDelta) -> None:
         """Take tokens from the engine."""
         self._arrivals = delta if self._arrivals is None else _joined(self._arrivals, delta)
         self._arrived.set()
+        if delta.finish_reason is not None:
+            self._end_rest()
 
     def fail(self, error: LoRAFleetError) -> None:
         """End the stream with an exception, after the tokens that have arrived."""
         self._error = error
         self._arrived.set()
+        self._end_rest()
+
+    def rest(self, seconds: float) -> None:
+        """Let tokens gather: the next item is not given before this time has passed, unless it is the last."""
+        self._rests_until = self._loop.time() + seconds
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -48,6 +57,7 @@ class TokenStream:
             raise StopAsyncIteration
         try:
             await self._arrived.wait()
+            await self._gather()
         except asyncio.CancelledError:
             self.close()
             raise
@@ -68,6 +78,23 @@ class TokenStream:
         if self._unfinished():
             self._abandon(self._request_id)
         self._open = False
+
+    async def _gather(self) -> None:
+        rest_s = self._rests_until - self._loop.time()
+        if rest_s <= 0 or not self._unfinished():
+            return
+        self._complete = self._loop.create_future()
+        # Not a timeout around the wait: that would take a task for each item.
+        timer = self._loop.call_later(rest_s, self._end_rest)
+        try:
+            await self._complete
+        finally:
+            timer.cancel()
+            self._complete = None
+
+    def _end_rest(self) -> None:
+        if self._complete is not None and not self._complete.done():
+            self._complete.set_result(None)
 
     def _unfinished(self) -> bool:
         return self._open and self._error is None and (self._arrivals is None or self._arrivals.finish_reason is None)

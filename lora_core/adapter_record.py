@@ -47,6 +47,10 @@ class FolderStamp:
         """Whether the folder, as it is now, surely holds the bytes it held when this stamp was taken."""
         return self.is_settled and bool(self.files) and self.files == now.files
 
+    def has_news_since(self, time_ns: int) -> bool:
+        """Whether a file came, or changed, at or after this time."""
+        return any(max(file[-2:]) >= time_ns for file in self.files)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRecord:

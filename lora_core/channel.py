@@ -133,11 +133,12 @@ class AdapterOperations(Protocol):
         ...
 
     def unload_adapter(self, name: str) -> LoRAResponse:
-        """Unload a name, at once; called, as the pins are, from the thread that polls."""
+        """Unload a name, at once; called, as those below are, from the thread that polls."""
         ...
 
     def pin_adapter(self, name: str) -> LoRAResponse: ...
     def unpin_adapter(self, name: str) -> LoRAResponse: ...
+    def warm_adapter(self, name: str) -> LoRAResponse: ...
 
 
 class _Operation:
@@ -262,6 +263,7 @@ class LoRARequestProcessor:
             LoRAOperation.UNLOAD: self._manager.unload_adapter,
             LoRAOperation.PIN: self._manager.pin_adapter,
             LoRAOperation.UNPIN: self._manager.unpin_adapter,
+            LoRAOperation.WARM: self._manager.warm_adapter,
         }
         try:
             return changes[request.operation](request.lora_name)
@@ -282,6 +284,7 @@ def _refuse(request: LoRARequest) -> LoRAResponse | None:
         LoRAOperation.UNLOAD: LoRAStatus.UNLOAD_NAME_NONEXISTENT,
         LoRAOperation.PIN: LoRAStatus.PIN_NAME_NONEXISTENT,
         LoRAOperation.UNPIN: LoRAStatus.PIN_NAME_NONEXISTENT,
+        LoRAOperation.WARM: LoRAStatus.PIN_NAME_NONEXISTENT,
     }[request.operation]
     return LoRAResponse(status, f"LoRA adapter name {request.lora_name!r} is not a name; expected one without '='")
 

@@ -16,12 +16,17 @@
     ├── ConfigError               a setting that cannot work, found at start
     │   └── UnsupportedModel      the base model's architecture is not declared
     ├── ReplicaUnknown            the router actor does not know the replica that speaks; no client sees it
+    ├── TryLater                  the request is right and comes at a wrong time; says when to send it again
+    │   ├── QueueFull             as many requests wait as may wait
+    │   ├── AdapterLate           an adapter was not brought to a slot within the time a request waits for it
+    │   └── NoReplica             no replica came within the time a request waits for one
     └── EngineError
         ├── EngineDead            the engine process is gone or no longer makes progress
         │   └── EngineUnavailable it was so before the request reached it
         └── RequestTimeout        an answer did not come within its deadline
 
-Every exception carries one string, a sentence its reader can act on, so that it crosses process boundaries unchanged.
+Every exception carries one string, a sentence its reader can act on, so that it crosses process boundaries unchanged;
+those of `TryLater` a number besides.
 """
 
 
@@ -75,6 +80,30 @@ class UnsupportedModel(ConfigError):
 
 class ReplicaUnknown(LoRAFleetError):
     """The router does not know this replica (its lease ran out, or the router restarted): register again."""
+
+
+class TryLater(LoRAFleetError):
+    """Nothing is wrong with the request: sent again after `retry_after_s` seconds it is likely to be answered."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        # Both, so that an unpickled copy is made with both.
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class QueueFull(TryLater):
+    """As many requests wait as may wait, of one adapter or in total."""
+
+
+class AdapterLate(TryLater):
+    """An adapter was not in a slot within the time that a request waits for it."""
+
+
+class NoReplica(TryLater):
+    """No replica was there to take the request, and none came within the time that a request waits for one."""
 
 
 class EngineError(LoRAFleetError):

@@ -19,6 +19,8 @@ class Loaded:
     record: AdapterRecord
     num_users: int = 0
     num_pins: int = 0
+    read_s: float | None = None
+    """How long its files were read for since it last had a slot, if they were."""
 
     @property
     def is_used(self) -> bool:

@@ -20,6 +20,7 @@ from lora_core.errors import (
     InvalidAdapterPath,
     describe,
 )
+from lora_core.load_times import LoadTimes
 from lora_core.places import Places
 from lora_core.types import AdapterRef, LoRAResponse, LoRAStatus
 
@@ -82,6 +83,7 @@ class AdapterLoader(Generic[M]):
         source: AdapterSource,
         read: Callable[[str, Path], tuple[AdapterRecord, M]],
         host_memory_bytes: int,
+        times: LoadTimes | None = None,
     ) -> None:
         """Load into `table`.
 
@@ -90,11 +92,13 @@ class AdapterLoader(Generic[M]):
             source: Finds an adapter's folder.
             read: Reads and checks the adapter of a name in a folder; raises InvalidAdapterPath or InvalidAdapter.
             host_memory_bytes: What the tensors of one adapter may take at most.
+            times: Where downloads are noted.
         """
         self._table = table
         self._source = source
         self._read = read
         self._host_memory_bytes = host_memory_bytes
+        self._times = times or LoadTimes()
         self._ended = threading.Condition()
         self._in_progress: dict[str, _Loading] = {}
         self._reads = Places(MAX_READS)
@@ -138,7 +142,7 @@ class AdapterLoader(Generic[M]):
 
     def _load(self, name: str, loading: _Loading) -> LoRAResponse:
         request = loading.request
-        started = time.perf_counter()
+        started, started_ns = time.perf_counter(), time.time_ns()
         folder = loading.folder = self._source.resolve(request.source)
         find_s = time.perf_counter() - started
         stamp = loading.stamp = FolderStamp.of(folder)
@@ -157,6 +161,8 @@ class AdapterLoader(Generic[M]):
                 return self._keep(name, ref, record, request)
         with self._reads.hold():
             record, tensors = self._read(name, folder)
+            if not os.path.isdir(os.path.expanduser(request.source)) and stamp.has_news_since(started_ns):
+                self._times.fetched(record.num_bytes, find_s)
             record = replace(record, phases_s={"find": find_s, **record.phases_s})
             return self._admit(name, record, tensors, request)
 

@@ -1,8 +1,9 @@
 """The adapters of one engine: loaded, given slots, written into the model's layers, and routed to."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,9 @@ from lora_core.config import LoRAConfig
 from lora_core.errors import AdapterNotFound, LoRADisabled
 from lora_core.inputs import LoRAInputs
 from lora_core.layers import LoRAModelWrapper, RoutingContext
+from lora_core.load_times import LoadTimes
 from lora_core.loader import AdapterLoader, LoadRequest
+from lora_core.messages import Residency
 from lora_core.model import LoRAModel
 from lora_core.operator_pins import PinRefused
 from lora_core.parallel.slot_split import SlotSplit
@@ -26,6 +29,7 @@ from lora_core.staging import Staging
 from lora_core.store import AdapterStore
 from lora_core.targets import LoRASite, LoRATargetModule, lora_sites, stack_weights
 from lora_core.types import AdapterRef, AdapterStatus, LoRAResponse, LoRAStatus
+from lora_core.workload import SlotCounts
 from lora_core.wrapping import wrap_targets
 
 R = TypeVar("R", bound=RoutedRequest)
@@ -112,15 +116,24 @@ class LoRAManagerV3:
         self._table: AdapterTable[LoRAModel] = AdapterTable(self.num_slots, config.host_memory_bytes)
         # Files are at most twice as large as the tensors they become: fp32 for a base of 16 bits.
         store = AdapterStore(config.allow_remote, max_bytes=2 * config.host_memory_bytes)
-        self._loader = AdapterLoader(self._table, store, self._reader.read, config.host_memory_bytes)
+        self._times = LoadTimes()
+        self._loader = AdapterLoader(self._table, store, self._reader.read, config.host_memory_bytes, times=self._times)
         # On CPU the kernels take fp32 stacks whatever the base's data type.
         stack_dtype = torch.float32 if self.device.type == "cpu" else self.base_dtype
         stacks = SlotStacks(self._sites, self.num_slots, config.max_lora_rank, stack_dtype)
         if split is not None:
             split.open(self.num_slots, config.max_lora_rank, stack_dtype)
         self._inputs = LoRAInputs(stacks, self.max_groups, self.device, split)
+        self.before_write: Callable[[], None] = lambda: None
+        """Called by the thread that runs the model when an adapter has its slot, which another may have lost, before
+        the slot changes."""
         self._staging = Staging(
-            self._table, self._reader.read, self._inputs.begin_write, read_timeout_s=config.read_timeout_s
+            self._table,
+            self._reader.read,
+            self._inputs.begin_write,
+            read_timeout_s=config.read_timeout_s,
+            times=self._times,
+            before_write=lambda: self.before_write(),
         )
 
     def load_adapter(
@@ -188,11 +201,11 @@ class LoRAManagerV3:
             SUCCESS, also for an adapter that is pinned already; PIN_NAME_NONEXISTENT; or PIN_ERROR, with LoRA off or
             with no slot left for adapters that are not pinned. Never raises.
         """
-        return self._change_pin(name, "pinned", self._table.pin_name)
+        return self._change_pin(name, "pinned", self._table.wanted.pin)
 
     def unpin_adapter(self, name: str) -> LoRAResponse:
         """End a pin; the adapter keeps its slot until another needs it. Answers as `pin_adapter` does."""
-        return self._change_pin(name, "unpinned", self._table.unpin_name)
+        return self._change_pin(name, "unpinned", self._table.wanted.unpin)
 
     def _change_pin(self, name: str, done: str, change: Callable[[str], bool]) -> LoRAResponse:
         if not self.config.enable_lora:
@@ -206,18 +219,47 @@ class LoRAManagerV3:
         rest = "" if is_changed else "; it was so already, and nothing changed"
         return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} {done} successfully{rest}")
 
+    def warm_adapter(self, name: str) -> LoRAResponse:
+        """Bring an adapter to host memory and, if one is to spare then, to a slot, before requests come for it.
+
+        A slot is to spare that is free, or whose adapter has no requests, no pin and no protection, while no request
+        waits for one. It is written in a tenth of the steps' time at most.
+
+        Returns:
+            SUCCESS where it is in a slot or on its way; UNAVAILABLE where no slot is to spare, and nothing comes of
+            it; PIN_NAME_NONEXISTENT; or LOAD_ERROR with LoRA off. Never raises.
+        """
+        if not self.config.enable_lora:
+            return LoRAResponse(LoRAStatus.LOAD_ERROR, f"LoRA adapter {name!r} was not warmed up: {_LORA_IS_OFF}")
+        try:
+            readiness = self._table.wanted.warm_up(name)
+        except AdapterNotFound as error:
+            return LoRAResponse(LoRAStatus.PIN_NAME_NONEXISTENT, str(error))
+        if readiness is Readiness.NO_SLOT:
+            return LoRAResponse(LoRAStatus.UNAVAILABLE, f"LoRA adapter {name!r} gets no slot now: none is to spare")
+        where = "is in a slot" if readiness is Readiness.READY else "is on its way to a slot"
+        return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} {where}")
+
+    def protect_adapters(self, names: Collection[str]) -> None:
+        """From now on let these adapters lose their slots last, and no others; unknown names do not matter."""
+        self._table.wanted.protect(names)
+
+    def reset_adapter(self, name: str) -> None:
+        """Have an adapter that runs no requests read from its folder, and its slot written, anew."""
+        self._table.reset(name)
+
     def status(self, name: str) -> AdapterStatus:
         """How an adapter that admits requests is held. Raises AdapterNotFound."""
-        return self._table.status(name)
+        return self._table.whereabouts.status(name)
 
     def statuses(self) -> list[AdapterStatus]:
         """How all adapters that admit requests are held, in load order."""
-        return self._table.statuses()
+        return self._table.whereabouts.statuses()
 
     @property
     def loras(self) -> dict[str, AdapterRecord]:
         """What describes the adapters that admit requests, by name; a copy."""
-        return self._table.records()
+        return self._table.whereabouts.records()
 
     def is_lora(self, name: str) -> bool:
         """Whether `name` admits requests."""
@@ -233,18 +275,29 @@ class LoRAManagerV3:
         """Where adapters can change the model, or this rank's share of it; none with LoRA off."""
         return self._sites
 
-    @property
-    def version(self) -> int:
-        """Rises with every change of what `residency` and `in_host_memory` return."""
-        return self._table.version
-
     def residency(self) -> tuple[list[AdapterRef], list[AdapterRef]]:
         """Adapters that admit requests: those in slots, and all of them."""
-        return self._table.residency()
+        return self._table.whereabouts.residency()
 
     def in_host_memory(self) -> list[AdapterRef]:
         """Adapters that admit requests and need not be read for a slot."""
-        return self._table.in_host_memory()
+        return self._table.whereabouts.in_host_memory()
+
+    def next_residency(self) -> Residency | None:
+        """Where adapters are, as far as that has changed since the last call; None if it has not. One thread calls."""
+        return self._table.whereabouts.next_report()
+
+    def slot_counts(self) -> SlotCounts:
+        """What came of adapters and slots since the start."""
+        return msgspec.structs.replace(
+            self._table.whereabouts.slot_counts(),
+            num_loads=dict(self._times.num_loads),
+            load_s=dict(self._times.load_s),
+        )
+
+    def load_ms_per_mib(self) -> dict[str, float]:
+        """Measured: milliseconds to bring a MiB of adapter into a slot, by where it is; tiers not measured left out."""
+        return self._times.ms_per_mib()
 
     def acquire(self, name: str) -> AdapterRef:
         """Admit a request for `name`: the adapter stays loaded until `release`.
@@ -279,11 +332,11 @@ class LoRAManagerV3:
 
     def is_pinned(self, ref: AdapterRef) -> bool:
         """Whether `pin_adapter` holds for it."""
-        return self._table.is_pinned(ref)
+        return self._table.wanted.is_pinned(ref)
 
     def pinned_without_slot(self) -> list[AdapterRef]:
         """Adapters for which `pin_adapter` holds, and that are still on their way to a slot."""
-        return self._table.pinned_without_slot()
+        return self._table.wanted.pinned_without_slot()
 
     def retired(self) -> list[AdapterRef]:
         """Generations that were unloaded or replaced, and have users yet."""
@@ -319,7 +372,7 @@ class LoRAManagerV3:
         return self._staging.prepare(ref, take_slot=take_slot)
 
     def advance(self, budget_s: float | None) -> None:
-        """Begin a step: write slots on, and bring pinned adapters nearer to theirs.
+        """Begin a step: write slots on, and bring adapters that are pinned or to be warmed up nearer to theirs.
 
         Args:
             budget_s: Seconds the step may spend on writing slots, `prepare` included; None: as long as it takes.
@@ -333,7 +386,7 @@ class LoRAManagerV3:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `advance` has something to do: a slot is being written, or a pinned adapter is on its way to one."""
+        """Whether `advance` has something to do: a slot to write, or an adapter to bring nearer to one."""
         return self._staging.is_busy
 
     @property
@@ -420,7 +473,7 @@ class LoRAManagerV3:
     def slot_ranks(self) -> list[int]:
         """True rank of each slot's adapter; 0 for an empty slot."""
         ranks = [0] * self.num_slots
-        for slot, (_, record) in self._table.residents().items():
+        for slot, (_, record) in self._table.whereabouts.residents().items():
             ranks[slot] = record.rank
         return ranks
 

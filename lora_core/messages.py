@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from lora_core.types import AdapterRef
+from lora_core.workload import Workload
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -76,7 +77,21 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
-EngineRequest = GenerateRequest | AbortRequest
+class ProtectAdapters(msgspec.Struct, frozen=True, tag="protect"):
+    """Take the slots of these adapters only where no other can be had, until another such message comes."""
+
+    names: list[str]
+
+
+class ResetAdapter(msgspec.Struct, frozen=True, tag="reset"):
+    """End the requests of an adapter, and bring it into a slot from its folder anew when the next one comes."""
+
+    name: str
+    reason: str
+    """A sentence for those whose requests end: AdapterLost."""
+
+
+EngineRequest = GenerateRequest | AbortRequest | ProtectAdapters | ResetAdapter
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -137,15 +152,41 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Residency(msgspec.Struct, frozen=True, tag="residency"):
-    """Where adapters that admit requests are; sent after every change, with a rising sequence number."""
+    """Where adapters that admit requests are; sent with a rising sequence number after every change: before a slot is
+    written that another adapter has lost, and after one is complete.
+
+    What is loaded, and what is in memory, may be many: each is left out where it is as it was in the report before.
+    """
 
     sequence: int
     resident: list[AdapterRef]
     """In a slot."""
-    loaded: list[AdapterRef]
-    """All of them, also those whose tensors are only in their folder."""
-    in_memory: list[AdapterRef] = []
-    """In host memory, whether or not in a slot, too."""
+    loaded: list[AdapterRef] | None
+    """All of them, also those whose tensors are only in their folder; None: as before."""
+    in_memory: list[AdapterRef] | None = []
+    """In host memory, whether or not in a slot, too; None: as before."""
+    loading: list[AdapterRef] = []
+    """On their way into a slot."""
+    num_slots_used: int = 0
+    """Slots that hold any generation, those being written or drained included."""
+
+    def over(self, before: "Residency | None") -> "Residency | None":
+        """This report with what it leaves out taken from the one before; None where that is not known."""
+        if self.loaded is not None and self.in_memory is not None:
+            return self
+        if before is None or before.loaded is None or before.in_memory is None:
+            return None
+        loaded = before.loaded if self.loaded is None else self.loaded
+        in_memory = before.in_memory if self.in_memory is None else self.in_memory
+        return msgspec.structs.replace(self, loaded=loaded, in_memory=in_memory)
+
+    def without(self, known: "Residency | None") -> "Residency":
+        """This full report without what whoever has `known` knows already."""
+        if known is None:
+            return self
+        loaded = None if self.loaded == known.loaded else self.loaded
+        in_memory = None if self.in_memory == known.in_memory else self.in_memory
+        return msgspec.structs.replace(self, loaded=loaded, in_memory=in_memory)
 
 
-EngineEvent = EngineReady | EngineFailed | StepOutput | Residency
+EngineEvent = EngineReady | EngineFailed | StepOutput | Residency | Workload

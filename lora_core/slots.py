@@ -1,7 +1,7 @@
-"""Which adapter is in which slot: least recently used goes first, adapters in use never go."""
+"""Which adapter is in which slot: least recently used goes first, protected ones last, adapters in use never."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Generic, TypeVar
 
 from lora_core.errors import AdapterError
@@ -31,6 +31,7 @@ class _LoRALRUCache(Generic[K, V]):
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._free_slots = set(range(max_size))
         self._pins: dict[K, int] = {}
+        self._protected: frozenset[K] = frozenset()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -54,28 +55,30 @@ class _LoRALRUCache(Generic[K, V]):
         """The lowest free slot, or None if all are taken."""
         return min(self._free_slots, default=None)
 
-    def can_put(self, key: K) -> bool:
-        """Whether `put(key, ...)` would succeed now."""
-        return key in self._entries or bool(self._free_slots) or len(self._pins) < len(self._entries)
+    def can_put(self, key: K, *, sparing: Collection[K] = ()) -> bool:
+        """Whether `put(key, ...)`, sparing the same keys, would succeed now."""
+        if key in self._entries or self._free_slots:
+            return True
+        return self._victim(sparing) is not None if sparing else len(self._pins) < len(self._entries)
 
-    def put(self, key: K, value: V) -> tuple[K | None, int]:
+    def put(self, key: K, value: V, *, sparing: Collection[K] = ()) -> tuple[K | None, int]:
         """Give `key` a slot and make it the most recently used.
 
         A key that has a slot keeps it. Otherwise it gets the lowest free slot, or else that of the least recently used
-        key without a pin, which is evicted.
+        key without a pin, which is evicted: a protected one only where no other is left, and none of `sparing`.
 
         Returns:
             The evicted key (None if there was none) and the slot of `key`.
 
         Raises:
-            NoFreeSlot: all slots are pinned.
+            NoFreeSlot: all slots are pinned or spared.
         """
         if key in self._entries:
             slot = self._entries[key][1]
             self._entries[key] = (value, slot)
             self._entries.move_to_end(key)
             return None, slot
-        evicted = None if self._free_slots else self._evict()
+        evicted = None if self._free_slots else self._evict(sparing)
         slot = min(self._free_slots)
         self._free_slots.remove(slot)
         self._entries[key] = (value, slot)
@@ -134,6 +137,10 @@ class _LoRALRUCache(Generic[K, V]):
         """Whether `key` may not be evicted or removed."""
         return key in self._pins
 
+    def protect(self, keys: Collection[K]) -> None:
+        """From now on evict these keys, and no others, only after all the rest; they need not have slots."""
+        self._protected = frozenset(keys)
+
     def keys(self) -> list[K]:
         """Keys, from least to most recently used."""
         return list(self._entries)
@@ -155,8 +162,8 @@ class _LoRALRUCache(Generic[K, V]):
         assert self._pins.keys() <= self._entries.keys(), f"pins without a slot: {self._pins}"
         assert all(count > 0 for count in self._pins.values()), f"pin counts: {self._pins}"
 
-    def _evict(self) -> K:
-        key = next((key for key in self._entries if key not in self._pins), None)
+    def _evict(self, sparing: Collection[K]) -> K:
+        key = self._victim(sparing)
         if key is None:
             raise NoFreeSlot(
                 f"all {self._max_size} adapter slots are in use by running requests or pinned; "
@@ -164,6 +171,11 @@ class _LoRALRUCache(Generic[K, V]):
             )
         self._free(key)
         return key
+
+    def _victim(self, sparing: Collection[K]) -> K | None:
+        """Whose slot to take; None if there is none that may be."""
+        may_go = [key for key in self._entries if key not in self._pins and key not in sparing]
+        return next((key for key in may_go if key not in self._protected), next(iter(may_go), None))
 
     def _free(self, key: K) -> int:
         _, slot = self._entries.pop(key)

@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from lora_core.adapter_record import AdapterRecord
 from lora_core.adapters import AdapterTable
 from lora_core.errors import AdapterLost, InvalidAdapter, InvalidAdapterPath, describe
+from lora_core.load_times import LoadTimes
 from lora_core.places import PATIENCE_S, Places
 from lora_core.readiness import Readiness
 from lora_core.slots import NoFreeSlot
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 NUM_READERS = 2
 """Adapters read again at a time, those not counted that take long."""
 
+WARM_UP_SHARE = 0.2
+"""Of a step's time for writing slots, what it spends on one that nobody waits for: a tenth of a usual step."""
+
 
 class SlotWrite(Protocol):
     """A slot's content on its way there."""
@@ -31,6 +36,14 @@ class SlotWrite(Protocol):
     def advance(self, budget_s: float | None) -> bool:
         """Write on for about so long, None: to the end. Whether the slot is now complete."""
         ...
+
+
+@dataclass
+class _Write:
+    """A slot being written."""
+
+    content: SlotWrite
+    begun_s: float
 
 
 class Staging(Generic[M]):
@@ -46,6 +59,8 @@ class Staging(Generic[M]):
         begin_write: Callable[[int, M], SlotWrite],
         *,
         read_timeout_s: float,
+        times: LoadTimes | None = None,
+        before_write: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Stage the adapters of `table`.
@@ -55,16 +70,21 @@ class Staging(Generic[M]):
             read: Reads and checks the adapter of a name in a folder; raises InvalidAdapterPath or InvalidAdapter.
             begin_write: Begins to make a slot hold exactly these tensors, instead of what was begun before.
             read_timeout_s: How long requests wait for one adapter to be read.
-            clock: Seconds, never falling: measures how long reads take.
+            times: Where loads are noted.
+            before_write: Called when an adapter has lost its slot to another, before the slot changes.
+            clock: Seconds, never falling: measures how long reads and writes take.
         """
         self.num_slot_writes = 0
         """Slots that were assigned, and written, since the start."""
         self._table = table
         self._read = read
         self._begin_write = begin_write
-        self._writes: dict[AdapterRef, SlotWrite] = {}
-        # When the step thread has to stop writing in this step; None is never.
+        self._times = times or LoadTimes()
+        self._before_write = before_write
+        self._writes: dict[AdapterRef, _Write] = {}
+        # When the step thread has to stop writing in this step, and in one that nobody waits for; None is never.
         self._deadline: float | None = None
+        self._warm_up_deadline: float | None = None
         self._read_timeout_s = read_timeout_s
         self._clock = clock
         self._readers = Workers(
@@ -98,25 +118,28 @@ class Staging(Generic[M]):
         return Readiness.READY if self._write_in_time(ref) else Readiness.WRITING
 
     def advance(self, budget_s: float | None) -> None:
-        """Begin a step: write on, and bring pinned adapters nearer to their slots.
+        """Begin a step: write on, and bring adapters that are pinned or to be warmed up nearer to their slots.
 
         Args:
             budget_s: Seconds this step may spend on writing, `prepare` included; None: as long as it takes.
         """
-        self._deadline = None if budget_s is None else time.perf_counter() + budget_s
+        now_s = time.perf_counter()
+        self._deadline = None if budget_s is None else now_s + budget_s
+        self._warm_up_deadline = None if budget_s is None else now_s + WARM_UP_SHARE * budget_s
         for ref in self._unfinished():
             try:
                 self._write_in_time(ref)
             except AdapterLost as error:
                 self._table.lose(ref, error)
         self._give_up_reads()
-        for ref in self._table.pinned_without_slot():
+        for ref in self._table.wanted.pinned_without_slot():
             try:
                 self.prepare(ref)
             except KeyError:  # unloaded by another thread
                 continue
             except AdapterLost as error:
                 logger.warning("pinned: %s", error)
+        self._warm_up()
         self._readers.start()
 
     def activate(self, name_or_ref: str | AdapterRef) -> int:
@@ -151,11 +174,11 @@ class Staging(Generic[M]):
             AdapterLost: its files are gone or changed.
         """
         while (tensors := self._table.tensors_of(ref)) is None:
-            record = self._table.begin_read(ref)
+            record = self._table.reads.begin(ref)
             if record is not None:
                 return self._read_again(ref, record)
             with self._read_ended:
-                self._read_ended.wait_for(lambda: not self._table.is_reading(ref))
+                self._read_ended.wait_for(lambda: not self._table.reads.is_under_way(ref))
         return tensors
 
     def rewrite(self, bind: Callable[[list[tuple[int, M]]], None]) -> None:
@@ -164,7 +187,7 @@ class Staging(Generic[M]):
         Raises:
             AdapterLost: the files of an adapter in a slot were needed, and are gone or changed.
         """
-        residents = self._table.residents()
+        residents = self._table.whereabouts.residents()
         bind([(slot, self.fetch(ref)) for slot, (ref, _) in residents.items()])
         self._writes.clear()
         for ref, _ in residents.values():
@@ -172,8 +195,9 @@ class Staging(Generic[M]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a slot is being written, or a pinned adapter is on its way to one."""
-        return bool(self._unfinished()) or bool(self._table.pinned_without_slot())
+        """Whether a slot is being written, or an adapter that is pinned or to be warmed up is on its way to one."""
+        wanted = self._table.wanted
+        return bool(self._unfinished()) or wanted.is_warming or bool(wanted.pinned_without_slot())
 
     @property
     def is_writing(self) -> bool:
@@ -200,30 +224,49 @@ class Staging(Generic[M]):
             self._writes = {ref: write for ref, write in self._writes.items() if self._table.is_writing(ref)}
         return list(self._writes)
 
-    def _begin(self, ref: AdapterRef, slot: int, tensors: M) -> None:
+    def _warm_up(self) -> None:
+        if self._unfinished() or (found := self._table.wanted.assign_warm_up()) is None:
+            return
         try:
-            self._writes[ref] = self._begin_write(slot, tensors)
+            self._begin(*found)
+            self._write_in_time(found[0])
+        except AdapterLost as error:
+            logger.warning("warming up: %s", error)
+
+    def _begin(self, ref: AdapterRef, slot: int, tensors: M) -> None:
+        self._before_write()
+        try:
+            self._writes[ref] = _Write(self._begin_write(slot, tensors), self._clock())
         except Exception as error:
             raise self._fail_write(ref, error) from error
         self.num_slot_writes += 1
 
     def _write_in_time(self, ref: AdapterRef) -> bool:
         """Write until the slot is complete or the step's time is over."""
-        if self._deadline is None:
+        deadline = self._deadline
+        if deadline is None:
             return self._write_on(ref, None)
-        left_s = self._deadline - time.perf_counter()
+        if self._warm_up_deadline is not None and self._table.wanted.can_wait(ref):
+            deadline = self._warm_up_deadline
+        left_s = deadline - time.perf_counter()
         return left_s > 0 and self._write_on(ref, left_s)
 
     def _write_on(self, ref: AdapterRef, budget_s: float | None) -> bool:
         try:
-            if not self._writes[ref].advance(budget_s):
+            if not self._writes[ref].content.advance(budget_s):
                 return False
         except Exception as error:
             del self._writes[ref]
             raise self._fail_write(ref, error) from error
-        del self._writes[ref]
+        write = self._writes.pop(ref)
+        self._note_write(ref, self._clock() - write.begun_s)
         self._table.finish_write(ref)
         return True
+
+    def _note_write(self, ref: AdapterRef, seconds: float) -> None:
+        record = self._table.record_of(ref)
+        if record is not None:
+            self._times.wrote(record.num_bytes, seconds, self._table.reads.take_seconds(ref))
 
     def _fail_write(self, ref: AdapterRef, error: Exception) -> AdapterLost:
         """Take back the slot that could not be written; returns what those who wait for it are to be told."""
@@ -239,7 +282,7 @@ class Staging(Generic[M]):
 
     def _next_read(self) -> tuple[AdapterRef, AdapterRecord] | None:
         with self._read_ended:
-            job = self._table.next_read()
+            job = self._table.reads.next()
             if job is not None:
                 self._reads[job[0]] = self._clock()
             return job
@@ -264,19 +307,22 @@ class Staging(Generic[M]):
                     f"{self._read_timeout_s:g} s and goes on; see what keeps them, or raise lora_config.read_timeout_s"
                 )
                 logger.warning("%s", reason)
-                self._table.give_up_read(ref, reason)
+                self._table.reads.give_up(ref, reason)
 
     def _read_again(self, ref: AdapterRef, record: AdapterRecord) -> M:
         """Read an adapter that `table` says is being read, and tell the table how it went."""
+        begun_s = self._clock()
         try:
             tensors = self._read_same(ref, record)
         except BaseException as error:
             lost = error if isinstance(error, AdapterLost) else _lost(ref, record, describe(error))
             with self._end_read(ref):
-                self._table.fail_read(ref, lost)
+                self._table.reads.fail(ref, lost)
             raise
+        read_s = self._clock() - begun_s
+        self._times.read(record.num_bytes, read_s)
         with self._end_read(ref):
-            self._table.end_read(ref, tensors)
+            self._table.reads.end(ref, tensors, read_s)
         return tensors
 
     @contextmanager

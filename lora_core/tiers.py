@@ -1,6 +1,6 @@
 """Where the tensors of each adapter are, and how far those on their way into a slot have come."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Generic, TypeVar
 
 from lora_core.adapter_record import AdapterRecord
@@ -25,11 +25,15 @@ class Tiers(Generic[M]):
     Attributes:
         slots: What is, or is being written, in each slot.
         host: Tensors in host memory.
+        version: Rises with every change of what is on its way into a slot.
+        num_evictions: Adapters that lost their slot to another.
     """
 
     def __init__(self, num_slots: int, host_memory_bytes: int) -> None:
         self.slots: _LoRALRUCache[AdapterRef, AdapterRecord] = _LoRALRUCache(num_slots)
         self.host: HostMemory[AdapterRef, M] = HostMemory(host_memory_bytes)
+        self.version = 0
+        self.num_evictions = 0
         self._max_staged = num_slots + READ_AHEAD
         # In order of asking.
         self._staged: dict[AdapterRef, None] = {}
@@ -53,9 +57,10 @@ class Tiers(Generic[M]):
         """Adapters whose slots are still to be written."""
         return set(self._writing)
 
-    def assign(self, ref: AdapterRef, record: AdapterRecord) -> int:
-        """Give an adapter without a slot one, to be written. Raises NoFreeSlot."""
-        _, slot = self.slots.put(ref, record)
+    def assign(self, ref: AdapterRef, record: AdapterRecord, sparing: Collection[AdapterRef] = ()) -> int:
+        """Give an adapter without a slot one, to be written, and not that of one in `sparing`. Raises NoFreeSlot."""
+        evicted, slot = self.slots.put(ref, record, sparing=sparing)
+        self.num_evictions += evicted is not None
         self._writing.add(ref)
         self._held.add(ref)
         self.slots.pin(ref)
@@ -66,6 +71,7 @@ class Tiers(Generic[M]):
     def finish_write(self, ref: AdapterRef) -> None:
         """Take note that a slot is written: its adapter needs no copy in memory any more."""
         self._writing.remove(ref)
+        self.version += 1
         self.host.release(ref)
         if ref not in self._staged:
             self._unhold(ref)
@@ -80,6 +86,15 @@ class Tiers(Generic[M]):
             self.slots.remove(ref)
 
     # On the way
+
+    def on_their_way(self) -> list[AdapterRef]:
+        """Adapters that are read for whoever waits for them, wait for a slot, or whose slot is being written."""
+        return [*(ref for ref in self._staged if ref not in self.slots), *self._writing]
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for an adapter that has no slot yet."""
+        return any(ref not in self.slots for ref in self._staged)
 
     def is_staged(self, ref: AdapterRef) -> bool:
         """Whether the adapter is on its way, or in a slot that is held for it."""
@@ -99,6 +114,7 @@ class Tiers(Generic[M]):
         if ref in self.host and ref not in self.slots and self.next_unread() is not None:
             return False
         self._staged[ref] = None
+        self.version += 1
         self._claim_if_staged(ref)
         return True
 
@@ -106,6 +122,7 @@ class Tiers(Generic[M]):
         """End what `stage` began, if it did; a write in progress goes on."""
         if ref in self._staged:
             del self._staged[ref]
+            self.version += ref not in self.slots
             if ref not in self._writing:
                 self.host.release(ref)
                 self._unhold(ref)

@@ -49,9 +49,12 @@ class LoRAStatus(enum.Enum):
     LOAD_INVALID_PATH = "load_invalid_path"
     LOAD_INVALID_ADAPTER = "load_invalid_adapter"
     PIN_NAME_NONEXISTENT = "pin_name_nonexistent"
+    """Of a pin, an unpin or a warm-up."""
     PIN_ERROR = "pin_error"
     UNAVAILABLE = "unavailable"
-    """Nothing is wrong with what was asked: who should do it is not there, or did not answer in time."""
+    """Nothing is wrong with what was asked: who should do it is not there, does not answer, or has no room now."""
+    PARTIAL = "partial"
+    """Done by some replicas of a fleet and not by others, which are asked again; never an engine's own answer."""
     UNSPECIFIED_ERROR = "unspecified_error"
 
 

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from lora_core.config import EngineConfig, LoRAConfig
@@ -24,10 +25,12 @@ from lora_core.engine.sampler_state import SamplerState
 from lora_core.engine.scheduler import Scheduler
 from lora_core.engine.steps_ahead import StepsAhead
 from lora_core.engine.warm_up import ignore_progress, warm_up_requests
+from lora_core.engine.work_meter import WorkMeter
 from lora_core.engine.write_pace import WritePace
-from lora_core.errors import AdapterError, AdapterUnloaded, ConfigError, InvalidRequest
+from lora_core.errors import AdapterError, AdapterLost, AdapterUnloaded, ConfigError, InvalidRequest
 from lora_core.messages import EngineReady, GenerateRequest, TokenDelta, TokenLogprobs
 from lora_core.types import LoRAStatus
+from lora_core.workload import Workload
 
 LONGEST_WAIT_S = 0.005
 """How long a step waits for files that are read, when it has nothing to run."""
@@ -103,6 +106,7 @@ class LLMEngine:
         self._clock = clock
         self._drain = Drain(lora_config.drain_timeout_s)
         self._write_pace = WritePace()
+        self._work = WorkMeter(clock)
 
     @property
     def num_running(self) -> int:
@@ -149,6 +153,7 @@ class LLMEngine:
             return
         self._requests[request.request_id] = request
         self._ahead.watch(request, self._limits.vocab_size)
+        self._work.came(request)
         if request.sampling.constraint is None:
             self._scheduler.add(request)
         else:
@@ -168,6 +173,19 @@ class LLMEngine:
     def close(self) -> None:
         """End the processes that share the model; may be called again. No step can follow."""
         self.runner.close()
+    def reset_adapter(self, name: str, reason: str) -> None:
+        """End the requests of an adapter with AdapterLost, and have the next one find it read and written anew."""
+        for request in list(self._requests.values()):
+            if request.adapter is not None and request.adapter.name == name:
+                self._drop(request)
+                self._refused.append(_failure(request.request_id, reason, AdapterLost.__name__))
+        self.manager.reset_adapter(name)
+
+    def workload(self) -> Workload:
+        """What was done since the last call, and is to be done now."""
+        return msgspec.structs.replace(
+            self._work.take(), load_ms_per_mib=self.manager.load_ms_per_mib(), slots=self.manager.slot_counts()
+        )
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say; adapters on their way into slots are something to do."""
@@ -201,9 +219,12 @@ class LLMEngine:
             self.manager.advance(None)
             batch = self._schedule()
         if batch.rows:
+            self._work.begins(batch)
             started_s = time.perf_counter()
             deltas = self._run(batch)
-            self._write_pace.note(time.perf_counter() - started_s)
+            seconds = time.perf_counter() - started_s
+            self._write_pace.note(seconds)
+            self._work.ran(batch, seconds)
         else:
             deltas = []
             if not self._refused and self.has_work():
@@ -228,6 +249,8 @@ class LLMEngine:
                 self.step()
         tokenizer.result()
         self.runner.capture_graphs(progress)
+        # Not what users ask for.
+        self._work = WorkMeter(self._clock)
 
     def check_invariants(self) -> None:
         """Assert that requests, blocks, slots, pins and counts agree; costs time, for tests."""
@@ -389,6 +412,7 @@ class LLMEngine:
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
         self._ahead.forget(request, is_last=not self._requests)
+        self._work.ended(request)
         if request.adapter is not None:
             self.manager.release(request.adapter)
 

@@ -175,7 +175,7 @@ def parallel_loads(world: World) -> Got:
         responses = await asyncio.gather(*(ask(client, load("one", world.adapter(seed=44))) for _ in range(20)))
         # The engine tells what it holds after a step, beside its answers.
         for _ in range(100):
-            loaded = [ref.name for ref in client.residency.loaded]
+            loaded = [ref.name for ref in client.residency.loaded or ()]
             if loaded:
                 break
             await asyncio.sleep(0.05)

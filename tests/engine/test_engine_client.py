@@ -167,7 +167,7 @@ async def test_adapter_operations_are_answered_while_idle_and_while_busy(
 
     stream = client.submit(request("busy", 200))
     async with loaded(client, "a", tiny_adapters["linear-r4"]):
-        await until(lambda: [ref.name for ref in client.residency.loaded] == ["a"], 2)
+        await until(lambda: [ref.name for ref in client.residency.loaded or ()] == ["a"], 2)
         assert client.residency.in_memory == client.residency.loaded
         through_adapter = client.submit(request("through-a", 150, "a"))
         first = await anext(through_adapter)

@@ -13,6 +13,7 @@ import pytest_asyncio
 from deployments.engine_client import EngineClient
 from deployments.generation import GenerateCall, GenerateChunk
 from deployments.generator import Generator
+from deployments.stream_pace import StreamPace
 from deployments.tokenizer import ModelTokenizer
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.errors import AdapterNotFound, InvalidRequest
@@ -259,3 +260,25 @@ async def test_tokens_that_are_there_together_travel_together(served: Served) ->
             await asyncio.sleep(0.05)
     assert sum(sizes) == 100
     assert max(sizes) > 3
+
+
+async def test_an_answer_nobody_reads_before_its_end_comes_in_few_chunks(served: Served) -> None:
+    prompt = [(place * 7) % 250 for place in range(20)]
+    streamed = await answer(served.generator, prompt_token_ids=prompt, max_tokens=120)
+    whole = await answer(served.generator, prompt_token_ids=prompt, max_tokens=120, streamed=False)
+    assert (ids_of(whole), text_of(whole)) == (ids_of(streamed), text_of(streamed))
+    assert len(whole) < 20
+    stopped = await answer(served.generator, prompt_token_ids=prompt, max_tokens=120, streamed=False, stop=["e"])
+    assert stopped[-1].finish_reason in ("stop", "length")
+
+
+async def test_tokens_that_are_sent_together_are_the_same_tokens(served: Served) -> None:
+    prompts = [[(place * factor) % 250 for place in range(20)] for factor in range(1, 9)]
+    grouped = Generator(served.client, served.ready, served.tokenizer, StreamPace(longest_s=0.2))
+    alone = [await answer(served.generator, prompt_token_ids=prompt, max_tokens=60) for prompt in prompts]
+    together = await asyncio.gather(
+        *(answer(grouped, prompt_token_ids=prompt, max_tokens=60, n=2) for prompt in prompts)
+    )
+    for chunks, expected in zip(together, alone, strict=True):
+        for index in (0, 1):
+            assert ids_of([chunk for chunk in chunks if chunk.index == index]) == ids_of(expected)

@@ -152,6 +152,16 @@ def test_an_adapter_is_loaded_used_and_unloaded(
         application.tokens(4, "new")
 
 
+def test_a_reply_begins_with_the_slots_and_an_adapter_can_be_warmed_up(application: Application) -> None:
+    first, *others = list(application.stream(6, "static"))
+    assert first.snapshot is not None
+    assert "static" in first.snapshot.resident
+    assert first.snapshot.replica_id in application.ask(lambda router: router.table()).replicas
+    assert all(chunk.snapshot is None for chunk in others)
+    assert application.handle.warm.remote("static").result().status is LoRAStatus.SUCCESS
+    assert application.handle.warm.remote("absent").result().status is LoRAStatus.PIN_NAME_NONEXISTENT
+
+
 def test_a_refused_call_raises_its_own_error(application: Application) -> None:
     with pytest.raises(InvalidRequest, match=r"5 tokens.*9999"):
         application.tokens(9999)

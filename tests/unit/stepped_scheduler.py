@@ -55,8 +55,8 @@ class Slots:
         self.can_activate = self.table.can_activate
         self.wants_slot = self.table.wants_slot
         self.slot_of = self.table.slot_of
-        self.is_pinned = self.table.is_pinned
-        self.pinned_without_slot = self.table.pinned_without_slot
+        self.is_pinned = self.table.wanted.is_pinned
+        self.pinned_without_slot = self.table.wanted.pinned_without_slot
         self.num_pins = self.table.num_pins
         self.pin = self.table.pin
         self.unpin = self.table.unpin
@@ -79,18 +79,21 @@ class Slots:
         """What happens between two steps."""
         for ref in list(self._writes):
             self._write(ref)
-        for ref in self.table.pinned_without_slot():
+        for ref in self.table.wanted.pinned_without_slot():
             self.prepare(ref, take_slot=True)
-        if self._reading is None and (job := self.table.next_read()) is not None:
+        if not self._writes and (found := self.table.wanted.assign_warm_up()) is not None:
+            self._writes[found[0]] = self.write_steps
+            self._write(found[0])
+        if self._reading is None and (job := self.table.reads.next()) is not None:
             self.reads.append(job[0])
             self._reading = job[0], self.read_steps
         if self._reading is not None:
             ref, left = self._reading
             self._reading = (ref, left - 1) if left > 1 else None
             if left <= 1 and ref.name in self.lost:
-                self.table.fail_read(ref, AdapterLost(f"{ref.name} is lost"))
+                self.table.reads.fail(ref, AdapterLost(f"{ref.name} is lost"))
             elif left <= 1:
-                self.table.end_read(ref, ref.name)
+                self.table.reads.end(ref, ref.name)
 
     def _write(self, ref: AdapterRef) -> bool:
         if not self.table.is_writing(ref):

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lora_core.adapters import AdapterTable
 from lora_core.errors import AdapterLost, AdapterNameTaken, AdapterNotFound
+from lora_core.messages import Residency
 from lora_core.operator_pins import PinRefused
 from lora_core.readiness import Readiness
 from lora_core.slots import NoFreeSlot
@@ -34,10 +35,10 @@ class Table(AdapterTable[str]):
 
     def read(self, ref: AdapterRef) -> None:
         """Let the next read, which must be of this adapter, end well."""
-        job = self.next_read()
+        job = self.reads.next()
         assert job is not None
         assert job[0] == ref
-        self.end_read(ref, ref.name)
+        self.reads.end(ref, ref.name)
 
     def start(self, ref: AdapterRef) -> Readiness:
         """Prepare for a request, and write the slot if there is one."""
@@ -83,10 +84,10 @@ def test_a_name_loaded_again_is_another_adapter() -> None:
     assert table.put(new) == 1
     assert table.tensors_of(old) == "old weights"
     assert table.acquire("a") == new
-    assert table.residency() == ([new], [new])
-    assert table.status("a").draining == [old.generation]
+    assert table.whereabouts.residency() == ([new], [new])
+    assert table.whereabouts.status("a").draining == [old.generation]
     table.release(old)
-    assert {slot: ref for slot, (ref, _) in table.residents().items()} == {1: new}
+    assert {slot: ref for slot, (ref, _) in table.whereabouts.residents().items()} == {1: new}
 
 
 def test_an_unused_adapter_is_dropped_at_once() -> None:
@@ -95,7 +96,7 @@ def test_an_unused_adapter_is_dropped_at_once() -> None:
     table.put(ref)
     assert table.retire("a") == 0
     assert table.slot_of(ref) is None
-    assert table.records() == {}
+    assert table.whereabouts.records() == {}
     with pytest.raises(AdapterNotFound, match="loaded adapters: none"):
         table.retire("a")
 
@@ -112,7 +113,7 @@ def test_generations_that_are_gone_for_good_are_told_once_each() -> None:
     table.release(used)
     assert table.take_dropped() == [used]
     assert table.take_dropped() == []
-    assert newer in table.residency()[1]
+    assert newer in table.whereabouts.residency()[1]
 
 
 def test_a_pinned_slot_outlives_the_last_release() -> None:
@@ -168,14 +169,14 @@ def test_use_refreshes_recency_and_names_the_adapter_without_a_slot() -> None:
 def test_a_replacement_takes_over_the_name_and_the_pin_in_one_moment() -> None:
     table = Table(3)
     old = table.load("a", "old")
-    table.pin_name("a")
+    table.wanted.pin("a")
     table.acquire("a")
     table.put(old)
     new = table.add("a", record("a"), "new", replace=True)
     assert table.acquire("a") == new
-    assert table.is_pinned(new)
-    assert not table.is_pinned(old)
-    assert table.pinned_without_slot() == [new]
+    assert table.wanted.is_pinned(new)
+    assert not table.wanted.is_pinned(old)
+    assert table.wanted.pinned_without_slot() == [new]
     table.check()
     table.release(old)
     assert table.slot_of(old) is None
@@ -205,15 +206,15 @@ def test_a_slot_that_is_not_written_serves_nobody_and_is_kept() -> None:
     found = table.prepare(a)
     assert (found.readiness, found.slot, found.tensors) == (Readiness.WRITING, 0, "a")
     assert table.prepare(a).readiness is Readiness.WRITING
-    assert table.residency()[0] == []
+    assert table.whereabouts.residency()[0] == []
     with pytest.raises(KeyError, match="has no slot"):
         table.use_slots([a])
     with pytest.raises(KeyError, match="no slot"):
         table.pin(a)
     assert table.prepare(b).readiness is Readiness.NO_SLOT
-    version = table.version
+    table.whereabouts.next_report()
     table.finish_write(a)
-    assert table.version > version
+    assert table.whereabouts.next_report() is not None
     # Kept for the request it was written for, until that runs and is done.
     assert table.prepare(b).readiness is Readiness.NO_SLOT
     table.pin(a)
@@ -265,31 +266,34 @@ def test_unloading_what_is_being_written_frees_the_slot() -> None:
 def test_what_is_in_host_memory_is_told_with_every_change_and_not_with_every_use() -> None:
     table = Table(2, host_adapters=2)
     a, b, c = (table.load(name) for name in "abc")
-    assert table.in_host_memory() == [b, c]
-    version = table.version
+    assert table.whereabouts.in_host_memory() == [b, c]
+    table.whereabouts.next_report()
     for ref in (a, b, c, b):
         table.tensors_of(ref)
-    assert (table.version, table.in_host_memory()) == (version, [b, c])
+    assert table.whereabouts.next_report() is None
+    assert table.whereabouts.in_host_memory() == [b, c]
     table.acquire("a")
     table.prepare(a)
     table.read(a)
-    assert table.version > version
-    assert table.in_host_memory() == [a, b], "what was used before the others made room"
+    report = table.whereabouts.next_report()
+    assert report is not None
+    assert report.in_memory == [a, b]
+    assert table.whereabouts.in_host_memory() == [a, b], "what was used before the others made room"
     table.acquire("b")
     table.retire("b")
-    assert table.in_host_memory() == [a], "it admits no requests"
+    assert table.whereabouts.in_host_memory() == [a], "it admits no requests"
 
 
 def test_tensors_beyond_the_budget_are_read_again_in_the_order_of_asking() -> None:
     table = Table(2, host_adapters=2)
     refs = [table.load(name) for name in "abcd"]
-    assert [table.status(name).tier for name in "abcd"] == ["disk", "disk", "host", "host"]
+    assert [table.whereabouts.status(name).tier for name in "abcd"] == ["disk", "disk", "host", "host"]
     for ref in refs[:2]:
         table.acquire(ref.name)
         assert table.prepare(ref).readiness is Readiness.READING
     table.read(refs[0])
     table.read(refs[1])
-    assert [table.status(name).tier for name in "abcd"] == ["host", "host", "disk", "disk"]
+    assert [table.whereabouts.status(name).tier for name in "abcd"] == ["host", "host", "disk", "disk"]
     assert [table.start(ref) for ref in refs[:2]] == [Readiness.READY] * 2
     table.check()
 
@@ -307,12 +311,12 @@ def test_what_is_on_its_way_to_a_slot_is_not_evicted_and_nothing_overtakes_what_
     table.read(a)
     assert table.prepare(a).readiness is Readiness.NO_SLOT
     assert table.prepare(b).readiness is Readiness.READING
-    assert table.next_read() is None
+    assert table.reads.next() is None
     table.unpin(busy)
     assert table.start(a) is Readiness.READY
     # In its slot it needs no copy.
     table.read(b)
-    assert table.status("a").tier == "slot"
+    assert table.whereabouts.status("a").tier == "slot"
     table.check()
 
 
@@ -326,7 +330,7 @@ def test_adapters_in_memory_do_not_keep_a_larger_one_out_of_it() -> None:
         table.acquire(ref.name)
         table.prepare(ref)
     table.read(large)
-    assert [table.status(name).tier for name in ("large", "a", "b")] == ["host", "disk", "disk"]
+    assert [table.whereabouts.status(name).tier for name in ("large", "a", "b")] == ["host", "disk", "disk"]
     table.check()
 
 
@@ -339,9 +343,9 @@ def test_few_adapters_are_read_ahead() -> None:
     table.check()
     served = []
     for _ in range(2 * len(refs)):
-        if (job := table.next_read()) is None:
+        if (job := table.reads.next()) is None:
             break
-        table.end_read(job[0], "")
+        table.reads.end(job[0], "")
         assert table.start(job[0]) is Readiness.READY
         table.pin(job[0])
         served.append(job[0])
@@ -361,7 +365,7 @@ def test_the_old_weights_of_requests_in_progress_are_evicted_last() -> None:
     table.load("b")
     table.load("c")
     assert table.tensors_of(old) == "old"
-    assert table.status("c").tier == "host"
+    assert table.whereabouts.status("c").tier == "host"
 
 
 def test_a_lost_adapter_is_told_once_and_then_tried_anew() -> None:
@@ -369,16 +373,16 @@ def test_a_lost_adapter_is_told_once_and_then_tried_anew() -> None:
     a, b = table.load("a"), table.load("b")
     table.acquire("a")
     table.prepare(a)
-    job = table.next_read()
+    job = table.reads.next()
     assert job is not None
-    table.fail_read(a, AdapterLost("gone"))
-    assert table.status("b").tier == "disk"
+    table.reads.fail(a, AdapterLost("gone"))
+    assert table.whereabouts.status("b").tier == "disk"
     with pytest.raises(AdapterLost, match="gone"):
         table.prepare(a)
     assert table.prepare(a).readiness is Readiness.READING
     table.read(a)
     assert table.start(a) is Readiness.READY
-    assert table.status("b").tier == "disk"
+    assert table.whereabouts.status("b").tier == "disk"
     assert table.prepare(b).readiness is Readiness.READING
     table.check()
 
@@ -388,8 +392,8 @@ def test_a_loss_is_not_told_to_requests_that_came_after_those_it_concerned() -> 
     a, _ = table.load("a"), table.load("b")
     table.acquire("a")
     table.prepare(a)
-    table.next_read()
-    table.fail_read(a, AdapterLost("gone"))
+    table.reads.next()
+    table.reads.fail(a, AdapterLost("gone"))
     table.release(a)
     table.acquire("a")
     assert table.prepare(a).readiness is Readiness.READING
@@ -400,11 +404,11 @@ def test_a_read_that_ends_after_its_adapter_was_unloaded_leaves_nothing() -> Non
     a, b = table.load("a"), table.load("b")
     table.acquire("a")
     table.prepare(a)
-    assert table.next_read() is not None
+    assert table.reads.next() is not None
     table.retire("a")
     table.release(a)
     table.check()
-    table.end_read(a, "late")
+    table.reads.end(a, "late")
     table.check()
     assert table.prepare(b).readiness is Readiness.READING
     table.read(b)
@@ -417,33 +421,33 @@ def test_at_most_all_slots_but_one_are_pinned() -> None:
     table = Table(3)
     for name in "abc":
         table.load(name)
-    assert [table.pin_name(name) for name in "aba"] == [True, True, False]
+    assert [table.wanted.pin(name) for name in "aba"] == [True, True, False]
     with pytest.raises(PinRefused, match=r"2 adapter.* are pinned, and of 3 slot.*max_num_loras"):
-        table.pin_name("c")
+        table.wanted.pin("c")
     with pytest.raises(AdapterNotFound):
-        table.pin_name("absent")
-    assert [table.unpin_name(name) for name in "aa"] == [True, False]
-    assert table.pin_name("c")
+        table.wanted.pin("absent")
+    assert [table.wanted.unpin(name) for name in "aa"] == [True, False]
+    assert table.wanted.pin("c")
     table.retire("c")
-    assert table.pin_name("a")
+    assert table.wanted.pin("a")
     one = Table(1)
     one.load("a")
     with pytest.raises(PinRefused, match="of 1 slot"):
-        one.pin_name("a")
+        one.wanted.pin("a")
 
 
 def test_a_pinned_adapter_keeps_its_slot_with_nobody_using_it() -> None:
     table = Table(2)
     a, *others = (table.load(name) for name in "abcd")
-    table.pin_name("a")
-    assert table.pinned_without_slot() == [a]
+    table.wanted.pin("a")
+    assert table.wanted.pinned_without_slot() == [a]
     assert table.start(a) is Readiness.READY
-    assert table.pinned_without_slot() == []
+    assert table.wanted.pinned_without_slot() == []
     for ref in others:
         table.put(ref)
         table.check()
     assert table.slot_of(a) == 0
-    table.unpin_name("a")
+    table.wanted.unpin("a")
     table.put(others[0])
     assert table.slot_of(a) is None
 
@@ -451,14 +455,14 @@ def test_a_pinned_adapter_keeps_its_slot_with_nobody_using_it() -> None:
 def test_a_pinned_adapter_whose_files_are_lost_is_tried_again_when_asked_for() -> None:
     table = Table(2, host_adapters=1)
     a, _ = table.load("a"), table.load("b")
-    table.pin_name("a")
+    table.wanted.pin("a")
     table.prepare(a)
-    table.next_read()
-    table.fail_read(a, AdapterLost("gone"))
-    assert table.pinned_without_slot() == []
+    table.reads.next()
+    table.reads.fail(a, AdapterLost("gone"))
+    assert table.wanted.pinned_without_slot() == []
     table.check()
-    table.pin_name("a")
-    assert table.pinned_without_slot() == [a]
+    table.wanted.pin("a")
+    assert table.wanted.pinned_without_slot() == [a]
 
 
 def test_a_read_that_takes_too_long_keeps_no_memory_and_nobody_waiting() -> None:
@@ -468,39 +472,39 @@ def test_a_read_that_takes_too_long_keeps_no_memory_and_nobody_waiting() -> None
     for ref in (stuck, other):
         table.acquire(ref.name)
         assert table.prepare(ref).readiness is Readiness.READING
-    assert table.next_read() is not None
-    assert table.next_read() is None, "there is room for one"
-    table.give_up_read(stuck, "it takes too long")
+    assert table.reads.next() is not None
+    assert table.reads.next() is None, "there is room for one"
+    table.reads.give_up(stuck, "it takes too long")
     for _ in range(2):
         with pytest.raises(AdapterLost, match="it takes too long"):
             table.prepare(stuck)
     table.read(other)
     table.check()
     # What comes late is kept if there is room: now there is none.
-    table.end_read(stuck, "stuck")
+    table.reads.end(stuck, "stuck")
     table.check()
     assert table.start(other) is Readiness.READY
     assert table.prepare(stuck).readiness is Readiness.READING
     table.read(stuck)
-    assert table.status("stuck").tier == "host"
+    assert table.whereabouts.status("stuck").tier == "host"
 
 
 def test_a_pinned_adapter_whose_read_takes_too_long_is_tried_again_once_that_has_ended() -> None:
     table = Table(2, host_adapters=1)
     stuck = table.load("stuck")
     table.load("other")
-    table.pin_name("stuck")
+    table.wanted.pin("stuck")
     table.prepare(stuck)
-    assert table.next_read() is not None
-    table.give_up_read(stuck, "it takes too long")
-    assert table.pinned_without_slot() == []
+    assert table.reads.next() is not None
+    table.reads.give_up(stuck, "it takes too long")
+    assert table.wanted.pinned_without_slot() == []
     table.refresh(stuck, record("stuck"), None)
-    assert table.pinned_without_slot() == []
+    assert table.wanted.pinned_without_slot() == []
     # Loaded again from where it can be read, it need not wait.
     table.refresh(stuck, record("stuck"), "stuck")
-    assert table.pinned_without_slot() == [stuck]
+    assert table.wanted.pinned_without_slot() == [stuck]
     assert table.start(stuck) is Readiness.READY
-    table.end_read(stuck, "stuck")
+    table.reads.end(stuck, "stuck")
     table.check()
 
 
@@ -517,6 +521,8 @@ class AdapterMachine(RuleBasedStateMachine):
         self.reading: list[AdapterRef] = []
         self.writing: list[AdapterRef] = []
         self.in_slot: dict[int, str] = {}
+        self.protected: set[str] = set()
+        self.residency = Residency(-1, [], [])
 
     @rule(name=st.sampled_from("abcd"), replace=st.booleans())
     def load(self, name: str, replace: bool) -> None:
@@ -542,12 +548,48 @@ class AdapterMachine(RuleBasedStateMachine):
     def pin(self, name: str, on: bool) -> None:
         if self.table.find(name) is not None:
             if not on:
-                self.table.unpin_name(name)
-            elif any(status.pinned and status.name != name for status in self.table.statuses()):
+                self.table.wanted.unpin(name)
+            elif any(status.pinned and status.name != name for status in self.table.whereabouts.statuses()):
                 with pytest.raises(PinRefused):
-                    self.table.pin_name(name)
+                    self.table.wanted.pin(name)
             else:
-                self.table.pin_name(name)
+                self.table.wanted.pin(name)
+
+    @rule(name=st.sampled_from("abcd"))
+    def warm_up(self, name: str) -> None:
+        if (found := self.table.find(name)) is not None:
+            readiness = self.table.wanted.warm_up(name)
+            is_there = self.table.slot_of(found[0]) is not None
+            assert (readiness is Readiness.READY) == is_there
+
+    @rule()
+    def assign_warm_up(self) -> None:
+        kept = {ref for ref, _ in self.table.whereabouts.residents().values() if self.is_kept(ref)}
+        found = self.table.wanted.assign_warm_up()
+        if found is not None:
+            ref, slot, tensors = found
+            assert tensors == self.weights[ref]
+            self.in_slot[slot] = "half"
+            self.writing.append(ref)
+        assert kept <= {ref for ref, _ in self.table.whereabouts.residents().values()}
+
+    def is_kept(self, ref: AdapterRef) -> bool:
+        """Whether a warm-up may not take its slot."""
+        is_used = ref in self.waiting + self.running
+        return is_used or ref.name in self.protected or self.table.wanted.is_pinned(ref)
+
+    @rule(names=st.sets(st.sampled_from("abcd")))
+    def protect(self, names: set[str]) -> None:
+        self.table.wanted.protect(names)
+        self.protected = names
+
+    @rule(name=st.sampled_from("abcd"))
+    def reset(self, name: str) -> None:
+        found = self.table.find(name)
+        self.table.reset(name)
+        if found is not None and found[0] not in self.running:
+            assert self.table.slot_of(found[0]) is None
+            assert self.table.tensors_of(found[0]) is None
 
     @rule(name=st.sampled_from("abcd"))
     def admit(self, name: str) -> None:
@@ -579,7 +621,7 @@ class AdapterMachine(RuleBasedStateMachine):
 
     @rule()
     def begin_read(self) -> None:
-        job = self.table.next_read()
+        job = self.table.reads.next()
         if job is not None:
             self.reading.append(job[0])
 
@@ -589,15 +631,15 @@ class AdapterMachine(RuleBasedStateMachine):
         ref = data.draw(st.sampled_from(self.reading))
         self.reading.remove(ref)
         if is_lost:
-            self.table.fail_read(ref, AdapterLost("gone"))
+            self.table.reads.fail(ref, AdapterLost("gone"))
         else:
-            self.table.end_read(ref, self.weights[ref])
+            self.table.reads.end(ref, self.weights[ref])
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
     def give_up_read(self, data: st.DataObject) -> None:
         ref = data.draw(st.sampled_from(self.reading))
-        self.table.give_up_read(ref, "it takes too long")
+        self.table.reads.give_up(ref, "it takes too long")
         if self.table.slot_of(ref) is None and self.table.tensors_of(ref) is None and self.table.num_users(ref):
             for _ in range(2):
                 with pytest.raises(AdapterLost):
@@ -653,6 +695,7 @@ class AdapterMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.table.check()
+        self.hear()
         for ref in self.running:
             slot = self.table.slot_of(ref)
             assert slot is not None
@@ -662,7 +705,22 @@ class AdapterMachine(RuleBasedStateMachine):
             assert self.table.num_users(ref) == (self.waiting + self.running).count(ref)
             assert self.table.num_pins(ref) == self.running.count(ref)
         admitting = {ref for ref, _ in filter(None, map(self.table.find, "abcd"))}
-        assert {ref for ref, _ in self.table.residents().values()} <= admitting | {*self.waiting, *self.running}
+        in_slots = {ref for ref, _ in self.table.whereabouts.residents().values()}
+        assert in_slots <= admitting | {*self.waiting, *self.running}
+
+    def hear(self) -> None:
+        """Reports, one after another, say where everything is."""
+        views = self.table.whereabouts
+        report = views.next_report()
+        if report is not None:
+            assert report.sequence > self.residency.sequence
+            full = report.over(self.residency)
+            assert full is not None
+            self.residency = full
+        assert (self.residency.resident, self.residency.loaded) == views.residency()
+        assert self.residency.in_memory == views.in_host_memory()
+        assert self.residency.num_slots_used == len(views.residents())
+        assert set(self.residency.loading).isdisjoint(self.residency.resident)
 
 
 TestAdapterMachine = AdapterMachine.TestCase

@@ -33,10 +33,20 @@ from lora_core.channel import (
 from lora_core.config import LoRAConfig
 from lora_core.errors import ConfigError, EngineDead, RequestTimeout
 from lora_core.manager import LoRAManagerV3
-from lora_core.messages import AbortRequest, EngineEvent, EngineRequest, GenerateRequest, Residency, StepOutput
+from lora_core.messages import (
+    AbortRequest,
+    EngineEvent,
+    EngineRequest,
+    GenerateRequest,
+    ProtectAdapters,
+    ResetAdapter,
+    Residency,
+    StepOutput,
+)
 from lora_core.places import Places
 from lora_core.targets import LoRATargetModule
 from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
+from lora_core.workload import AdapterWork, Workload
 
 LONG_S = 20.0
 
@@ -98,6 +108,10 @@ class Adapters:
     def unpin_adapter(self, name: str) -> LoRAResponse:
         self.calls.append(f"unpin {name}")
         return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} unpinned successfully")
+
+    def warm_adapter(self, name: str) -> LoRAResponse:
+        self.calls.append(f"warm {name}")
+        return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} is on its way to a slot")
 
 
 class Engine:
@@ -187,10 +201,15 @@ def test_messages_keep_their_type(base: str) -> None:
     receiver: MessageReceiver[EngineRequest] = MessageReceiver(
         endpoint(base, REQUEST_ENDPOINT), EngineRequest, bind=False
     )
-    sent = [GenerateRequest("a", [1, 2], lora_name="x"), AbortRequest("a")]
+    sent: list[EngineRequest] = [
+        GenerateRequest("a", [1, 2], lora_name="x"),
+        AbortRequest("a"),
+        ProtectAdapters(["x"]),
+        ResetAdapter("x", "it hangs"),
+    ]
     for message in sent:
         sender.send(message)
-    assert receive(receiver, 2) == sent
+    assert receive(receiver, len(sent)) == sent
     sender.close()
     receiver.close()
 
@@ -212,10 +231,13 @@ async def test_async_receiver(base: str) -> None:
     sender = MessageSender(endpoint(base, RESPONSE_ENDPOINT), bind=False)
     waiting = asyncio.create_task(receiver.recv())
     await asyncio.sleep(0.01)
-    sent: list[EngineEvent] = [Residency(1, [AdapterRef("x", 7)], [AdapterRef("x", 7)]), StepOutput(1)]
+    x = AdapterRef("x", 7)
+    adapters = [AdapterWork(name="x", num_tokens=3), AdapterWork(num_running=1)]
+    work = Workload(seconds=0.5, adapters=adapters, service_ms=2.0)
+    sent: list[EngineEvent] = [Residency(1, [x], [x]), Residency(2, [x], None, None, [x], 2), StepOutput(1), work]
     for event in sent:
         sender.send(event)
-    assert [await waiting, await receiver.recv()] == sent
+    assert [await waiting, *[await receiver.recv() for _ in sent[1:]]] == sent
     assert isinstance(sent[0], Residency)
     sender.close()
     receiver.close()
@@ -417,18 +439,20 @@ async def test_only_loads_that_ask_for_the_same_share_one(engine: Engine, lora_q
     assert engine.adapters.calls == ["load x=/x as 7", "load x=/x as 8", "load x=/x as 7 again", "load x=/x as 7 beef"]
 
 
-async def test_pins_wait_for_the_load_before_them(engine: Engine, lora_queue: LoRAQueue) -> None:
+async def test_pins_and_warm_ups_wait_for_the_load_before_them(engine: Engine, lora_queue: LoRAQueue) -> None:
     engine.adapters.gate.clear()
-    pin, unpin = LoRARequest(LoRAOperation.PIN, "x"), LoRARequest(LoRAOperation.UNPIN, "x")
-    asking = [asyncio.create_task(lora_queue.submit(request, LONG_S)) for request in (load_of("x"), pin, unpin)]
+    operations = (LoRAOperation.PIN, LoRAOperation.UNPIN, LoRAOperation.WARM)
+    requests = [load_of("x"), *(LoRARequest(operation, "x") for operation in operations)]
+    asking = [asyncio.create_task(lora_queue.submit(request, LONG_S)) for request in requests]
     await until(engine.adapters.started.is_set)
     engine.adapters.gate.set()
     answers = await asyncio.gather(*asking)
     assert [answer.message for answer in answers[1:]] == [
         "LoRA adapter 'x' pinned successfully",
         "LoRA adapter 'x' unpinned successfully",
+        "LoRA adapter 'x' is on its way to a slot",
     ]
-    assert engine.adapters.calls == ["load x=/adapters/x", "pin x", "unpin x"]
+    assert engine.adapters.calls == ["load x=/adapters/x", "pin x", "unpin x", "warm x"]
 
 
 async def test_concurrent_callers_get_their_own_answers(engine: Engine, lora_queue: LoRAQueue) -> None:
@@ -492,8 +516,9 @@ async def test_an_unforeseen_failure_is_an_answer(
 async def test_a_name_that_is_none(engine: Engine, lora_queue: LoRAQueue, name: str) -> None:
     loaded = await lora_queue.submit(load_of(name), LONG_S)
     unloaded = await lora_queue.submit(unload_of(name), LONG_S)
-    pinned = await lora_queue.submit(LoRARequest(LoRAOperation.PIN, name), LONG_S)
-    assert pinned.status is LoRAStatus.PIN_NAME_NONEXISTENT
+    for operation in (LoRAOperation.PIN, LoRAOperation.WARM):
+        answer = await lora_queue.submit(LoRARequest(operation, name), LONG_S)
+        assert answer.status is LoRAStatus.PIN_NAME_NONEXISTENT
     assert (loaded.status, unloaded.status) == (LoRAStatus.LOAD_INVALID_ADAPTER, LoRAStatus.UNLOAD_NAME_NONEXISTENT)
     assert engine.adapters.calls == []
 

@@ -1,16 +1,29 @@
-"""Calls to replicas that die: what is tried again, how often, and what the caller is told."""
+"""Calls to replicas that die, or do not come: what is tried again, how often, and what the caller is told."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
 
+from cluster.schema import QueueSettings
 from deployments import engine_handle
 from deployments.engine_handle import EngineHandle
-from deployments.generation import GenerateCall, GenerateChunk, Refusal
-from lora_core.errors import AdapterLost, AdapterNotFound, AdapterUnloaded, EngineDead, EngineUnavailable
+from deployments.generation import GenerateCall, GenerateChunk, Refusal, SlotSnapshot
+from lora_core.errors import (
+    AdapterLate,
+    AdapterLost,
+    AdapterNotFound,
+    AdapterUnloaded,
+    EngineDead,
+    EngineUnavailable,
+    NoReplica,
+    QueueFull,
+)
 
 CALL = GenerateCall(request_id="r", lora_name="pirate", prompt="hi")
 Script = Sequence[GenerateChunk | Refusal | Exception]
@@ -47,6 +60,7 @@ class Handle:
     def __init__(self, *scripts: Script) -> None:
         self._scripts = scripts
         self.responses: list[Response] = []
+        self.calls: list[GenerateCall] = []
         self.models: list[str] = []
         self.generate = self
 
@@ -56,6 +70,7 @@ class Handle:
         return self
 
     def remote(self, call: GenerateCall) -> Response:
+        self.calls.append(call)
         script = self._scripts[min(len(self.responses), len(self._scripts) - 1)]
         self.responses.append(Response(script))
         return self.responses[-1]
@@ -73,13 +88,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         now[0] += seconds
 
     monkeypatch.setattr(engine_handle, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(engine_handle, "asyncio", SimpleNamespace(sleep=sleep))
+    loop = SimpleNamespace(sleep=sleep, get_running_loop=asyncio.get_running_loop)
+    monkeypatch.setattr(engine_handle, "asyncio", loop)
     return advance
 
 
-def engine(*scripts: Script) -> tuple[EngineHandle, Handle]:
+def engine(*scripts: Script, **queue: Any) -> tuple[EngineHandle, Handle]:
     handle = Handle(*scripts)
-    return EngineHandle(handle), handle
+    return EngineHandle(handle, QueueSettings(**queue)), handle
 
 
 async def streamed(handle: EngineHandle) -> list[str]:
@@ -171,3 +187,122 @@ async def test_a_stream_that_is_dropped_is_cancelled(clock: object) -> None:
     await anext(stream)
     await stream.aclose()
     assert played.responses[0].cancelled
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), RayServeException("the replica is going")])
+async def test_what_ray_says_through_a_replica_is_that_this_one_cannot_go_on(clock: object, error: Exception) -> None:
+    for script in ([error], [task_error(error)]):
+        handle, _ = engine(script, [chunk("a")])
+        assert await streamed(handle) == ["a"]
+
+
+@pytest.mark.parametrize("error", [NoReplica("none came", 5), BackPressureError(9, 9)])
+async def test_what_only_time_can_help_is_not_tried_again(clock: object, error: Exception) -> None:
+    handle, played = engine([error])
+    with pytest.raises(type(error)):
+        await streamed(handle)
+    assert len(played.responses) == 1
+
+
+async def test_a_whole_answer_is_asked_for_in_few_chunks(clock: object) -> None:
+    handle, played = engine([chunk("a")])
+    await handle.collect(CALL)
+    await streamed(handle)
+    assert [call.streamed for call in played.calls] == [False, True]
+
+
+class Endless(Handle):
+    """Answers nothing before it is cancelled, as Serve's responses do."""
+
+    fleet: Any = None
+
+    @property
+    def _router(self) -> Any:
+        request_router = SimpleNamespace(fleet=self.fleet)
+        return SimpleNamespace(_asyncio_router=SimpleNamespace(_request_router=request_router))
+
+    def remote(self, call: GenerateCall) -> Any:
+        cancelled = asyncio.Event()
+
+        async def chunks() -> AsyncIterator[GenerateChunk]:
+            await cancelled.wait()
+            raise RequestCancelledError("r")
+            yield
+
+        return _Iterable(chunks(), cancelled)
+
+
+class _Iterable:
+    def __init__(self, chunks: AsyncIterator[GenerateChunk], cancelled: asyncio.Event) -> None:
+        self._chunks, self._cancelled = chunks, cancelled
+
+    def __aiter__(self) -> AsyncIterator[GenerateChunk]:
+        return self._chunks
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
+async def test_calls_wait_up_to_a_number_and_are_then_refused() -> None:
+    handle = EngineHandle(Endless(), QueueSettings(max_waiting=3, max_waiting_per_adapter=2))
+    waiting = [asyncio.create_task(handle.collect(CALL)) for _ in range(2)]
+    await asyncio.sleep(0)
+    for ask in (lambda: handle.collect(CALL), lambda: streamed(handle)):
+        with pytest.raises(QueueFull, match="2 requests for adapter 'pirate'") as caught:
+            await ask()
+        assert caught.value.retry_after_s >= 1
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    waiting.append(asyncio.create_task(handle.collect(CALL)))
+    await asyncio.sleep(0)
+    assert not waiting[-1].done(), "a call that was cancelled has given its place back"
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_call_whose_first_token_has_come_waits_no_longer(clock: object) -> None:
+    handle, _ = engine([chunk("a"), chunk("b")], max_waiting=1)
+    stream = handle.generate(CALL)
+    await anext(stream)
+    assert await streamed(handle) == ["a", "b"]
+    await stream.aclose()
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+async def test_a_cold_adapter_is_waited_for_no_longer_than_it_should_be(is_warm: bool) -> None:
+    endless = Endless()
+    endless.fleet = SimpleNamespace(is_warm=lambda adapter: is_warm, load_s=lambda adapter: 7.0)
+    handle = EngineHandle(endless, QueueSettings(cold_wait_s=0.1))
+    waiting = asyncio.create_task(handle.collect(CALL))
+    if is_warm:
+        done, _ = await asyncio.wait([waiting], timeout=0.35)
+        assert not done, "it waits for its turn, and not for its adapter"
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return
+    with pytest.raises(AdapterLate, match=r"'pirate' could not be brought to a slot .* within 0\.1 s") as caught:
+        await waiting
+    assert caught.value.retry_after_s == 7
+
+
+async def test_the_base_model_is_not_waited_for_as_adapters_are() -> None:
+    endless = Endless()
+    endless.fleet = SimpleNamespace(is_warm=lambda adapter: False)
+    handle = EngineHandle(endless, QueueSettings(cold_wait_s=0.05))
+    waiting = asyncio.create_task(handle.collect(msgspec.structs.replace(CALL, lora_name=None)))
+    done, _ = await asyncio.wait([waiting], timeout=0.2)
+    assert not done
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_what_a_reply_says_of_slots_reaches_the_request_router() -> None:
+    taken: list[SlotSnapshot] = []
+    request_router = SimpleNamespace(take_snapshot=taken.append, _event_loop=asyncio.get_running_loop())
+    snapshot = SlotSnapshot(replica_id="r0", sequence=3, resident=("pirate",))
+    handle, played = engine([msgspec.structs.replace(chunk("a"), snapshot=snapshot), chunk("b")])
+    played._router = SimpleNamespace(_asyncio_router=SimpleNamespace(_request_router=request_router))  # type: ignore[attr-defined]
+    assert await streamed(handle) == ["a", "b"]
+    await asyncio.sleep(0)
+    assert taken == [snapshot]

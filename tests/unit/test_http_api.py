@@ -7,13 +7,21 @@ import httpx
 import pytest
 
 from cluster.entry import AdapterEntry
-from cluster.fleet import AdapterInFleet, LoadOutcome
+from cluster.fleet import AdapterInFleet, Alias, AliasInFleet, LoadOutcome, Retry
 from deployments.adapter_card import status_body
 from deployments.generation import GenerateChunk
 from deployments.http_api import events, http_app
 from deployments.http_errors import STATUS_ERRORS, fault_of
 from deployments.openai_api import CompletionRequest, GenerationRequest
-from lora_core.errors import AdapterLost, AdapterUnloaded, LoRAFleetError
+from lora_core.errors import (
+    AdapterLate,
+    AdapterLost,
+    AdapterUnloaded,
+    LoRAFleetError,
+    NoReplica,
+    QueueFull,
+    TryLater,
+)
 from lora_core.types import LoadReport, LoRAStatus
 
 REPORT = LoadReport(
@@ -46,6 +54,25 @@ class Recorder:
 
     async def unpin_adapter(self, lora_name: str) -> LoadOutcome:
         return await self._take("unpin", lora_name)
+
+    async def aliases(self) -> list[AliasInFleet]:
+        return []
+
+    async def set_alias(self, alias: str, targets: dict[str, float]) -> Alias:
+        await self._take("set alias", alias, targets)
+        return Alias(name=alias, targets=targets, epoch=7)
+
+    async def roll_back_alias(self, alias: str) -> Alias:
+        await self._take("roll back alias", alias)
+        return Alias(name=alias, targets={}, epoch=7)
+
+    async def remove_alias(self, alias: str) -> int:
+        await self._take("remove alias", alias)
+        return 7
+
+    async def set_min_copies(self, lora_name: str, min_copies: int) -> AdapterEntry:
+        await self._take("min copies", lora_name, min_copies)
+        return AdapterEntry(name=lora_name, path="/", generation=7, state="ready", min_copies=min_copies)
 
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
         await self._take("collect", request.model)
@@ -141,14 +168,28 @@ async def test_a_load_answers_with_what_it_found(
     assert warning is None or warnings[0].startswith(warning)
 
 
+async def test_a_load_that_some_replicas_have_yet_to_follow_is_no_plain_success(
+    http: httpx.AsyncClient, service: Recorder
+) -> None:
+    told = {"r0": "success: done", "r1": "load_error: no space left on device"}
+    service.outcome = LoadOutcome(status=LoRAStatus.PARTIAL, message="on 1 of 2", per_replica=told, behind=["r1"])
+    answer = await http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
+    assert answer.status_code == 207
+    assert answer.json() == {"status": "partial", "message": "on 1 of 2", "replicas": told, "behind": ["r1"]}
+
+
 def test_an_adapters_card_tells_its_state_in_the_fleet() -> None:
     entry = AdapterEntry(name="a", path="/a", generation=7, state="ready", content_hash="abc", pinned=True)
-    status = AdapterInFleet(entry=entry, report=None, replicas={"r0": "slot", "r1": "refused: other files"})
+    retry = Retry(reason="other files", num_attempts=2, in_s=1.5)
+    replicas = {"r0": "slot", "r1": "refused: other files"}
+    status = AdapterInFleet(entry=entry, report=None, replicas=replicas, retries={"r1": retry})
     assert status_body(status) == {
         "generation": 7,
         "content_hash": "abc",
         "pinned": True,
-        "replicas": {"r0": "slot", "r1": "refused: other files"},
+        "min_copies": 1,
+        "replicas": replicas,
+        "retries": {"r1": {"reason": "other files", "num_attempts": 2, "in_s": 1.5}},
         "report": None,
     }
 
@@ -161,7 +202,7 @@ def test_an_adapters_card_tells_its_state_in_the_fleet() -> None:
         (LoRAStatus.LOAD_INVALID_PATH, "invalid_adapter_path", 400),
         (LoRAStatus.LOAD_INVALID_ADAPTER, "invalid_adapter", 400),
         (LoRAStatus.PIN_NAME_NONEXISTENT, "model_not_found", 404),
-        (LoRAStatus.PIN_ERROR, "adapter_conflict", 409),
+        (LoRAStatus.PIN_ERROR, None, 400),
         (LoRAStatus.UNAVAILABLE, "engine_unavailable", 503),
         (LoRAStatus.LOAD_ERROR, None, 500),
         (LoRAStatus.UNLOAD_ERROR, None, 500),
@@ -199,3 +240,22 @@ async def test_an_unload_in_the_middle_of_a_stream_is_an_error_event() -> None:
     written = [event async for event in events(request, await anext(pieces), pieces)]
     assert '"adapter_unloaded"' in written[-1]
     assert "adapter 'a' was unloaded" in written[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "after"),
+    [
+        (QueueFull("256 requests are waiting", 2.1), 429, "queue_full", "3"),
+        (AdapterLate("not in a slot", 60), 503, "adapter_late", "60"),
+        (NoReplica("no replica", 0.2), 503, "no_replica", "1"),
+    ],
+)
+async def test_what_only_time_can_help_says_when_to_come_back(
+    http: httpx.AsyncClient, service: Recorder, error: TryLater, status: int, code: str, after: str
+) -> None:
+    service.error = error
+    for stream in (False, True):
+        answer = await http.post("/v1/completions", json={"model": "a", "prompt": "b", "stream": stream})
+        assert (answer.status_code, answer.headers["Retry-After"]) == (status, after)
+        assert answer.json()["error"]["code"] == code
+        assert answer.json()["error"]["message"] == str(error)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import PlacementSettings, ReplicaView, hash_order, load_cap, rank, terms, weight
+from cluster.placement import TERMS, PlacementSettings, ReplicaView, hash_order, load_cap, rank, terms, weight
 
 SETTINGS = PlacementSettings()
 ADAPTERS = st.sampled_from([None, "a", "b", "c"])
@@ -69,10 +69,13 @@ def test_no_replica_above_the_cap_is_first_while_one_with_room_is_below(
         assert first.in_flight < cap
 
 
-def test_the_cap_is_a_multiple_of_the_mean() -> None:
+def test_the_cap_is_a_multiple_of_the_mean_and_what_chance_does_to_it() -> None:
     fleet = [ReplicaView("r0", in_flight=9), ReplicaView("r1", in_flight=4), ReplicaView("r2", in_flight=4)]
-    assert load_cap(fleet, SETTINGS) == 8
+    # The mean is 6, the request to place included.
+    assert load_cap(fleet, PlacementSettings(cap_slack=0)) == 8
+    assert load_cap(fleet, PlacementSettings(cap_slack=2)) == 13
     assert load_cap(fleet, PlacementSettings(load_cap=0)) == float("inf")
+    assert load_cap(fleet, PlacementSettings(without=["cap"])) == float("inf")
 
 
 def test_a_resident_replica_is_preferred_until_it_is_above_the_cap() -> None:
@@ -81,7 +84,7 @@ def test_a_resident_replica_is_preferred_until_it_is_above_the_cap() -> None:
             ReplicaView("holds", in_flight=in_flight, resident=frozenset("a"), in_memory=frozenset("a")),
             ReplicaView("idle", in_flight=6, in_memory=frozenset("a")),
         ]
-        return rank("a", fleet, PlacementSettings(wait_ms=0.1))[0]
+        return rank("a", fleet, PlacementSettings(wait_ms=0.1, cap_slack=0))[0]
 
     # 12 against 6 in flight: the cap is 1.25 * 19 / 2, rounded up to 12.
     assert [first(n) for n in (0, 6, 11)] == ["holds"] * 3
@@ -93,7 +96,8 @@ def test_where_the_queue_costs_more_than_a_load_the_adapter_gets_a_second_replic
         ReplicaView("holds", in_flight=20, resident=frozenset("a")),
         ReplicaView("idle", in_flight=15, in_memory=frozenset("a")),
     ]
-    patient, hasty = PlacementSettings(wait_ms=1, load_cap=0), PlacementSettings(wait_ms=50, load_cap=0)
+    patient = PlacementSettings(wait_ms=1, load_cap=0, stray_ms=0)
+    hasty = PlacementSettings(wait_ms=50, load_cap=0, stray_ms=0)
     assert rank("a", fleet, patient)[0] == "holds"
     assert rank("a", fleet, hasty)[0] == "idle"
 
@@ -127,15 +131,95 @@ def test_what_a_load_costs_depends_on_where_the_adapter_is_and_on_the_slots() ->
     assert load_ms(busy) == 3 * SETTINGS.load_ms + SETTINGS.evict_ms
 
 
-def test_a_second_new_adapter_avoids_the_replica_that_is_loading_the_first() -> None:
-    ids = ["r0", "r1"]
-    first = rank("one", [ReplicaView(r, num_slots=4) for r in ids], SETTINGS)[0]
+def test_a_second_new_adapter_avoids_the_replica_that_is_loading_the_first_where_the_plan_does_not_mind() -> None:
+    ids, settings = ["r0", "r1"], PlacementSettings(without=["stray"])
+    first = rank("one", [ReplicaView(r, num_slots=4) for r in ids], settings)[0]
     fleet = [ReplicaView(r, num_slots=4, loading=frozenset({"one"} if r == first else ())) for r in ids]
-    assert {rank(f"new-{i}", fleet, SETTINGS)[0] for i in range(20)} == set(ids) - {first}
+    names = [f"new-{i}" for i in range(20)]
+    assert {rank(name, fleet, settings)[0] for name in names} == set(ids) - {first}
+    assert [rank(name, fleet, SETTINGS)[0] for name in names] == [hash_order(name, ids)[0] for name in names]
+
+
+def test_an_adapter_goes_to_the_replicas_it_is_granted_and_among_them_to_the_shortest_wait() -> None:
+    fleet = [ReplicaView(f"r{n}", in_flight=n, resident=frozenset("a"), service_ms=3.0) for n in range(5)]
+    assert rank("a", fleet, SETTINGS, granted=["r4", "r2"])[:2] == ["r2", "r4"]
+    assert rank("a", fleet, SETTINGS, granted=["gone"]) == rank("a", fleet, SETTINGS)
+
+
+def test_a_granted_replica_gets_traffic_once_it_is_warm() -> None:
+    warm = ReplicaView("warm", in_flight=3, resident=frozenset("a"))
+    cold = ReplicaView("cold", in_memory=frozenset("a"))
+    assert rank("a", [warm, cold], SETTINGS, granted=["warm", "cold"])[0] == "warm"
+    loading = ReplicaView("cold", loading=frozenset("a"))
+    assert rank("a", [warm, loading], SETTINGS, granted=["warm", "cold"])[0] == "cold"
+
+
+def test_who_holds_an_adapter_stands_in_for_a_home_that_does_not() -> None:
+    holder, home = ReplicaView("holder", in_flight=3, resident=frozenset("a")), ReplicaView("home")
+    assert rank("a", [holder, home], SETTINGS, granted=["home"])[0] == "holder"
+    warm_home = ReplicaView("home", in_flight=9, resident=frozenset("a"))
+    assert rank("a", [holder, warm_home], SETTINGS, granted=["home"])[0] == "home"
+
+
+def test_a_stalled_replica_is_the_last_resort() -> None:
+    fleet = [ReplicaView("stuck", resident=frozenset("a"), is_stalled=True), ReplicaView("busy", in_flight=50)]
+    for adapter in ("a", None):
+        assert rank(adapter, fleet, SETTINGS) == ["busy", "stuck"]
+
+
+def test_measured_times_take_the_place_of_the_settings() -> None:
+    measured = ReplicaView("r", in_flight=2, service_ms=7.0, load_ms_per_mib={"host": 0.5, "disk": 4.0})
+    assert terms("a", measured, SETTINGS, mib=10)[:2] == (14.0, 40.0)
+    assert (
+        terms("a", ReplicaView("r", in_memory=frozenset("a"), load_ms_per_mib={"host": 0.5}), SETTINGS, mib=10)[1] == 5
+    )
+    assert terms("a", measured, SETTINGS).load_ms == SETTINGS.fetch_ms, "its size is not known"
+
+
+def test_a_last_copy_costs_more_to_evict() -> None:
+    full = ReplicaView("r", in_memory=frozenset("a"), resident=frozenset("x"), num_slots=1, num_slots_used=1)
+    plain = terms("a", full, SETTINGS).load_ms
+    assert terms("a", full, SETTINGS, only_last=True).load_ms == plain + SETTINGS.last_copy_ms
+    redundant = ReplicaView("s", in_memory=frozenset("a"), resident=frozenset("y"), num_slots=1, num_slots_used=1)
+    third = ReplicaView("t", resident=frozenset("y"), num_slots=9, num_slots_used=9, is_stalled=True)
+    settings = PlacementSettings(without=["stray"])
+    assert rank("a", [full, redundant, third], settings)[0] == "s"
+
+
+def test_a_prompt_goes_where_its_prefix_is_while_that_pays() -> None:
+    fleet = [ReplicaView("r0", in_flight=4), ReplicaView("r1", in_flight=0)]
+    assert rank(None, fleet, SETTINGS, prefix_ms={"r1": 30.0})[0] == "r0"
+    assert rank(None, fleet, SETTINGS, prefix_ms={"r1": 10.0})[0] == "r1"
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_each_term_can_be_switched_off_by_name(term: str) -> None:
+    fleet = [
+        ReplicaView("r0", 9, resident=frozenset("a"), num_slots=1, num_slots_used=1, loading=frozenset("z")),
+        ReplicaView("r1", 2, resident=frozenset("b"), num_slots=1, num_slots_used=1, loading=frozenset("yz")),
+        ReplicaView("r2", 3, in_memory=frozenset("c"), resident=frozenset("b"), num_slots=2, num_slots_used=2),
+        ReplicaView("r3", 1, in_memory=frozenset("c"), resident=frozenset("d"), num_slots=1, num_slots_used=1),
+    ]
+    without = PlacementSettings(without=[term])
+
+    def figures(settings: PlacementSettings) -> list[float]:
+        views = [
+            terms("c", view, settings, is_granted=is_granted, only_last=view.replica_id == "r3", prefix_ms=4.0)
+            for view in fleet
+            for is_granted in (False, True)
+        ]
+        return [load_cap(fleet, settings), *(view.cost(True) for view in views)]
+
+    assert figures(without) != figures(SETTINGS)
+
+
+def test_a_term_of_another_name_cannot_be_switched_off() -> None:
+    with pytest.raises(ValueError, match=r"'weight'.*it takes some of wait, load"):
+        PlacementSettings(without=["weight"])
 
 
 def test_switching_every_term_off_leaves_the_hash_order() -> None:
-    off = PlacementSettings(load_cap=0, wait_ms=0, load_ms=0, fetch_ms=0, evict_ms=0)
+    off = PlacementSettings(without=TERMS)
     fleet = [ReplicaView(f"r{i}", in_flight=i, resident=frozenset("a" if i == 3 else "")) for i in range(5)]
     assert rank("a", fleet, off) == hash_order("a", [view.replica_id for view in fleet])
 
@@ -154,7 +238,7 @@ def test_a_new_replica_moves_only_its_own_share() -> None:
 
 
 def test_weights_are_the_same_in_every_process() -> None:
-    script = "from cluster.placement import weight; print(weight('adapter', 'replica'))"
+    script = "from cluster.rendezvous import weight; print(weight('adapter', 'replica'))"
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(other.stdout) == weight("adapter", "replica")
 
@@ -167,4 +251,4 @@ def test_names_do_not_run_into_one_another() -> None:
 @pytest.mark.parametrize(("key", "value"), [("load_cap", 0.5), ("wait_ms", -1), ("load_ms", float("nan"))])
 def test_settings_that_cannot_work_are_refused(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=key):
-        PlacementSettings(**{key: value})
+        PlacementSettings(**{key: value})  # type: ignore[arg-type]

@@ -4,62 +4,29 @@ Each `trap` is first shown on the unmended class: should Ray mend it, these test
 """
 
 import asyncio
-import gc
-import logging
-import time
-import weakref
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve._private.request_router.request_router import RequestRouter
 
-from cluster.fleet import FleetTable, ReplicaState
-from cluster.placement import hash_order
-from deployments.fleet_view import FleetView, ReplicaKey
-from deployments.ray_internals import ExactRequestRouter, PendingRequest, ReplicaID, RunningReplica
+from cluster.fleet import ReplicaState
+from cluster.placement import PlacementSettings, cap_on, hash_order
+from deployments.fleet_view import FleetView
+from deployments.generation import SlotSnapshot
+from deployments.ray_internals import ExactRequestRouter, PendingRequest, RunningReplica
 from deployments.request_router import AffinityRequestRouter
-from deployments.router_client import RouterClient
 from lora_core.errors import EngineDead
-
-DEPLOYMENT = DeploymentID(name="EngineReplica", app_name="test")
-ROUTER = "the router actor"
-
-
-class FakeReplica:
-    """What a request router asks of a `RunningReplica`, which needs a live actor."""
-
-    def __init__(self, name: str, *, queue_len: int = 0, capacity: int = 100) -> None:
-        self.replica_id = ReplicaID(unique_id=name, deployment_id=DEPLOYMENT)
-        self.max_ongoing_requests = capacity
-        self.queue_len = queue_len
-        self.probes = 0
-        self.multiplexed_model_ids: set[str] = set()
-        self.replica_metadata = {"adapter_router": ROUTER, "replica_id": name}
-
-    async def get_queue_len(self, *, deadline_s: float) -> int:
-        self.probes += 1
-        await asyncio.sleep(0)
-        return self.queue_len
-
-
-class FakeSource:
-    """Stands for the router actor: publishes one table and falls silent."""
-
-    def __init__(self) -> None:
-        self.table: FleetTable | None = None
-        self.following = 0
-        self.gone = asyncio.Event()
-
-    async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
-        self.following += 1
-        try:
-            if self.table is not None:
-                callback(self.table)
-            await self.gone.wait()
-        finally:
-            self.following -= 1
+from tests.unit.request_routing import (
+    FakeReplica,
+    FakeSource,
+    finish,
+    holds,
+    make,
+    request,
+    route,
+    settle,
+    table_of,
+)
 
 
 class InOrder(RequestRouter):  # type: ignore[misc]
@@ -83,57 +50,9 @@ class ExactInOrder(ExactRequestRouter):
     choose_replicas = InOrder.choose_replicas
 
 
-def make(kind: type[RequestRouter], replicas: Iterable[FakeReplica], **settings: Any) -> Any:
-    router = kind(
-        deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
-    )
-    router.initialize_state(**settings)
-    router.update_replicas(list(replicas))
-    return router
-
-
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> FakeSource:
-    """The router actor of every `AffinityRequestRouter` made in the test."""
-    fake = FakeSource()
-    # Not the name in `deployments.request_router`: once Serve has unpickled the class, it no longer looks there.
-    monkeypatch.setattr(RouterClient, "follow_table", lambda _, callback: fake.follow_table(callback))
-    return fake
-
-
-def table_of(**states: ReplicaState) -> FleetTable:
-    return FleetTable(version=1, epoch=1, adapters={}, replicas=states)
-
-
-def holds(*adapters: str, num_slots: int = 4) -> ReplicaState:
-    names = frozenset(adapters)
-    return ReplicaState(
-        resident=names, in_memory=names, loaded=names, num_slots=num_slots, num_slots_used=len(names), sequence=1
-    )
-
-
-def request(adapter: str = "", *, session: str = "", internal_id: str | None = None) -> PendingRequest:
-    internal_id = internal_id or f"request-{time.monotonic_ns()}-{adapter}"
-    metadata = RequestMetadata(
-        request_id=internal_id,
-        internal_request_id=internal_id,
-        multiplexed_model_id=adapter,
-        session_id=session,
-    )
-    return PendingRequest(args=[], kwargs={}, metadata=metadata)
-
-
-async def route(router: Any, pending: PendingRequest, timeout_s: float = 2) -> str:
-    """Choose a replica as a handle does, and send the request there; returns the replica's name."""
-    replica = await asyncio.wait_for(router._choose_replica_for_request(pending), timeout_s)
-    router.on_send_request(replica.replica_id)
-    name: str = replica.replica_id.unique_id
-    return name
-
-
-async def settle() -> None:
-    """Let first probes and followers run: a replica that is slow to say its queue length is passed over."""
-    await asyncio.sleep(0.05)
+    return FakeSource.of_every_router(monkeypatch)
 
 
 # The traps
@@ -207,7 +126,7 @@ async def test_trap_a_policy_that_raises_leaves_the_caller_waiting(source: FakeS
         await route(make(Raising, [FakeReplica("r0")]), request(), 0.3)
 
 
-@pytest.mark.parametrize("broken", ["state", "loading", "hint", "follow"])
+@pytest.mark.parametrize("broken", ["entry", "claim", "release", "follow", "take_snapshot"])
 async def test_trap_a_fault_in_our_own_policy_does_not(
     broken: str, source: FakeSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,6 +137,8 @@ async def test_trap_a_fault_in_our_own_policy_does_not(
     router = make(AffinityRequestRouter, [FakeReplica("r0"), FakeReplica("r1")])
     for _ in range(3):
         assert await route(router, request("a"), 1) in ("r0", "r1")
+        router.take_snapshot(SlotSnapshot(replica_id="r0", sequence=2, resident=()))
+        finish(router)
     assert "in the policy" in caplog.text
 
 
@@ -275,12 +196,13 @@ async def test_a_burst_for_a_cold_adapter_is_bounded_by_the_cap(source: FakeSour
     router = make(AffinityRequestRouter, [FakeReplica(f"r{i}") for i in range(4)])
     await settle()
     replicas = await asyncio.gather(*(route(router, request("cold")) for _ in range(40)))
-    assert max(replicas.count(f"r{i}") for i in range(4)) <= 13
+    assert max(replicas.count(f"r{i}") for i in range(4)) <= cap_on(40, 4, PlacementSettings())
 
 
 async def test_a_second_new_adapter_goes_elsewhere_while_the_first_loads(source: FakeSource) -> None:
     source.table = table_of(r0=holds(num_slots=2), r1=holds(num_slots=2))
-    router = make(AffinityRequestRouter, [FakeReplica("r0"), FakeReplica("r1")])
+    # What an adapter's own home is worth is left aside.
+    router = make(AffinityRequestRouter, [FakeReplica("r0"), FakeReplica("r1")], without=["stray"])
     await settle()
     first = await route(router, request("one"))
     router.on_request_completed(next(r.replica_id for r in router.curr_replicas.values()), "")
@@ -324,7 +246,7 @@ async def test_one_exact_replica_can_be_asked_for(source: FakeSource) -> None:
     router = make(AffinityRequestRouter, [FakeReplica(f"r{i}", queue_len=i) for i in range(3)])
     await settle()
     for name in ("r2", "r1"):
-        assert await route(router, request("a", session=f"replica:{name}")) == name
+        assert await route(router, request(session=f"replica:{name}")) == name
     with pytest.raises(EngineDead, match="'gone'"):
         await route(router, request(session="replica:gone"))
     assert await route(router, request("a")) == "r0", "the refused request blocks nobody"
@@ -366,128 +288,3 @@ async def test_a_full_replica_is_probed_once_for_all_that_wait(source: FakeSourc
     assert 1 <= replica.probes <= 30
     replica.queue_len, replica.max_ongoing_requests = 0, 1000
     assert set(await asyncio.wait_for(asyncio.gather(*waiting), 3)) == {"r0"}
-
-
-# Following the table
-
-
-async def test_every_router_actor_that_a_replica_names_is_followed_and_no_other() -> None:
-    sources = {"old actor": FakeSource(), "new actor": FakeSource()}
-    view, old, new = FleetView(sources.__getitem__), ReplicaKey("old actor", "r0"), ReplicaKey("new actor", "r0")
-    sources["old actor"].table, sources["new actor"].table = table_of(r0=holds("a")), table_of(r0=holds("b"))
-
-    def following() -> dict[str, int]:
-        return {name: source.following for name, source in sources.items()}
-
-    view.follow([old])
-    await settle()
-    assert following() == {"old actor": 1, "new actor": 0}
-    view.follow([old, new])
-    await settle()
-    assert following() == {"old actor": 1, "new actor": 1}
-    assert view.state(old).resident == {"a"}
-    assert view.state(new).resident == {"b"}
-    view.follow([new])
-    await settle()
-    assert following() == {"old actor": 0, "new actor": 1}
-    assert view.state(old).resident == frozenset()
-    view.close()
-
-
-async def test_the_follower_goes_with_the_last_replica(source: FakeSource) -> None:
-    router = make(AffinityRequestRouter, [FakeReplica("r0")])
-    await settle()
-    assert source.following == 1
-    router.update_replicas([])
-    await settle()
-    assert source.following == 0
-
-
-async def test_the_last_table_stays_in_use_when_the_router_actor_is_gone(source: FakeSource) -> None:
-    source.table = table_of(r0=holds("a"), r1=holds("b"))
-    router = make(AffinityRequestRouter, [FakeReplica("r0"), FakeReplica("r1")])
-    await settle()
-    source.gone.set()
-    await settle()
-    assert source.following == 0
-    for adapter, home in {"a": "r0", "b": "r1"}.items():
-        assert await route(router, request(adapter)) == home
-
-
-async def test_a_restarted_router_actor_that_knows_no_replica_yet_changes_nothing() -> None:
-    view, keys = FleetView(lambda _: FakeSource()), [ReplicaKey(ROUTER, name) for name in ("r0", "r1")]
-
-    def resident() -> list[set[str]]:
-        return [set(view.state(key).resident) for key in keys]
-
-    def take(router_id: str, **rows: ReplicaState) -> None:
-        view.take(ROUTER, FleetTable(version=1, epoch=1, adapters={}, replicas=rows, router_id=router_id))
-
-    take("first", r0=holds("a"), r1=holds("b"))
-    take("second")
-    assert resident() == [{"a"}, {"b"}]
-    take("second", r0=ReplicaState(), r1=holds("c"))
-    assert resident() == [{"a"}, {"c"}], "r0 is back, and has yet to say what it holds"
-    take("second", r0=holds(), r1=holds("c"))
-    assert resident() == [set(), {"c"}]
-    take("second", r1=holds("c"))
-    assert resident() == [set(), {"c"}], "gone from the same router's table is gone"
-
-
-async def test_a_replica_without_metadata_is_routed_to(source: FakeSource) -> None:
-    replica = FakeReplica("r0")
-    replica.replica_metadata = {}
-    router = make(AffinityRequestRouter, [replica])
-    await settle()
-    assert source.following == 0
-    assert await route(router, request("a")) == "r0"
-
-
-async def test_a_handle_that_is_dropped_takes_its_follower_with_it(source: FakeSource) -> None:
-    router = make(AffinityRequestRouter, [FakeReplica("r0")])
-    await settle()
-    assert source.following == 1
-    gone = weakref.ref(router)
-    del router
-    gc.collect()
-    await asyncio.sleep(0.05)
-    gc.collect()
-    await settle()
-    assert gone() is None
-    assert source.following == 0
-
-
-async def test_following_goes_on_after_a_fault(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Failing(FakeSource):
-        async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
-            self.following += 1
-            if self.following == 1:
-                raise RuntimeError("broken once")
-            callback(table_of(r0=holds("a")))
-            await asyncio.Event().wait()
-
-    monkeypatch.setattr("deployments.fleet_view.RETRY_S", 0.05)
-    view, key = FleetView(lambda _: failing), ReplicaKey(ROUTER, "r0")
-    failing = Failing()
-    with caplog.at_level(logging.ERROR):
-        view.follow([key])
-        await asyncio.sleep(0.2)
-    assert "broken once" in caplog.text
-    assert view.state(key).resident == {"a"}
-    view.close()
-
-
-async def test_a_hint_lasts_until_the_table_confirms_it_or_time_runs_out() -> None:
-    now = 0.0
-    view, key = FleetView(lambda _: FakeSource(), clock=lambda: now), ReplicaKey(ROUTER, "r0")
-    view.hint(key, "a")
-    view.hint(key, "b")
-    assert view.loading(key) == {"a", "b"}
-    view.take(ROUTER, table_of(r0=holds("a")))
-    assert view.loading(key) == {"b"}
-    view.hint(key, "a")
-    assert view.loading(key) == {"b"}, "what is resident is not loading"
-    now = 10.0
-    assert view.loading(key) == frozenset()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.changes import Change
-from cluster.fleet import LoadOutcome
+from cluster.fleet import FleetTable, LoadOutcome
+from cluster.table_changes import applied
 from lora_core.errors import ConfigError, ReplicaUnknown, RequestTimeout
 from lora_core.messages import Residency
 from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
@@ -155,7 +156,8 @@ async def test_five_hundred_cycles_leave_nothing_behind() -> None:
             assert (await router.unload(f"a{i % 7}")).status is LoRAStatus.SUCCESS
         assert replica.holding == {}
         (member,) = router._members.live
-        assert (member.words, member.behind) == ({}, set())
+        await settled(lambda: not member.pending)
+        assert (member.refusals, member.successes, member.swapping) == ({}, {}, set())
         assert router._operations.is_idle
 
 
@@ -210,10 +212,11 @@ async def test_a_live_replica_that_never_answers_is_waited_for_a_bounded_time() 
 
     async with fleet(router, Replica(router, "r0"), Mute(router, "mute")) as (good, _):
         outcome = await asyncio.wait_for(router.load("a", "/a"), 2)
-        assert outcome.status is LoRAStatus.UNAVAILABLE
-        assert "mute" in outcome.message
+        assert (outcome.status, outcome.behind) == (LoRAStatus.PARTIAL, ["mute"])
         assert "change_timeout_s" in outcome.message
-        await settled(lambda: good.holding == {})
+        table = await router.table()
+        assert [table.replicas[name].refused for name in ("r0", "mute")] == [frozenset(), {"a"}]
+        assert good.paths == {"a": "/a"}
 
 
 async def test_waiting_for_changes_keeps_a_replica_that_is_long_at_work() -> None:
@@ -244,7 +247,7 @@ async def test_a_cancelled_caller_leaves_a_load_to_complete() -> None:
 
 async def test_a_cancelled_caller_leaves_a_refused_load_to_roll_back() -> None:
     router = make_router()
-    refuse = refuse_all(LoRAStatus.LOAD_ERROR, "no")
+    refuse = refuse_all(LoRAStatus.LOAD_INVALID_ADAPTER, "no")
     async with fleet(router, Replica(router, "r0"), Replica(router, "r1", refuse, delay_s=0.1)) as (good, _):
         load = asyncio.create_task(router.load("a", "/a"))
         await settled(lambda: "a" in good.holding)
@@ -274,9 +277,9 @@ async def test_a_replica_that_joins_during_a_load_takes_part_in_it() -> None:
         await asyncio.sleep(0.05)
         late = await Replica(router, "late", refuse).start()
         outcome = await load
-        assert outcome.status is LoRAStatus.LOAD_ERROR
-        assert "late: disk full" in outcome.message
-        await settled(lambda: first.holding == {})
+        assert (outcome.status, outcome.behind) == (LoRAStatus.PARTIAL, ["late"])
+        assert "late does not serve it (disk full)" in outcome.message
+        assert (list(first.holding), late.holding) == (["a"], {})
         await late.stop()
 
 
@@ -294,7 +297,8 @@ async def test_a_refusal_of_the_adapter_counts_for_more_than_a_replica_that_did_
         assert outcome.status is LoRAStatus.LOAD_INVALID_ADAPTER, "trying again cannot help"
         assert "no answer within 300 s" in outcome.message
         strict.refuse = lambda _: None
-        assert (await router.load("a", "/a")).status is LoRAStatus.UNAVAILABLE
+        again = await router.load("a", "/a")
+        assert (again.status, again.behind) == (LoRAStatus.PARTIAL, ["r0"])
 
 
 async def test_a_late_replica_that_cannot_load_a_served_adapter_is_shown_as_refusing_it() -> None:
@@ -304,9 +308,7 @@ async def test_a_late_replica_that_cannot_load_a_served_adapter_is_shown_as_refu
         late = await Replica(router, "late", refuse_all(LoRAStatus.LOAD_INVALID_PATH, "not on this host")).start()
         table = await router.table()
         assert set(table.adapters) == {"a"}
-        assert table.replicas["r0"].loaded == {"a"}
-        assert table.replicas["late"].refused == {"a"}
-        assert not table.replicas["late"].loaded
+        assert [table.replicas[name].refused for name in ("r0", "late")] == [frozenset(), {"a"}]
         await late.stop()
 
 
@@ -323,6 +325,7 @@ async def test_unknown_and_expired_replicas_are_told_to_register() -> None:
     poll = asyncio.create_task(router.wait_changes("r0", registration.epoch, 5))
     version = (await router.table()).version
     table = await router.watch(version, 2)
+    assert isinstance(table, FleetTable)
     assert table.replicas == {}, "an expired lease is news"
     with pytest.raises(ReplicaUnknown):
         await poll
@@ -348,10 +351,11 @@ async def test_residency_is_published_for_the_generations_now_served() -> None:
         assert (table.replicas["r0"].resident, table.replicas["r0"].sequence) == (frozenset(), -1)
         stale, current = AdapterRef("b", 1), AdapterRef("a", generation)
         await router.report_residency("r0", Residency(5, [current, stale], [current], [stale, current]), 4)
-        state = (await router.watch(table.version, 1)).replicas["r0"]
+        assert await router.watch(table.version, 1) is not table
+        state = (await router.table()).replicas["r0"]
         assert state.resident == {"a"}
         assert state.in_memory == {"a"}
-        assert state.loaded == {"a", "b"}, "acknowledged, if not reported yet"
+        assert not state.refused, "both are acknowledged, if not reported yet"
         assert (state.num_slots, state.num_slots_used, state.sequence) == (4, 2, 5)
 
 
@@ -379,17 +383,20 @@ async def test_reports_that_arrive_late_are_ignored() -> None:
 
 async def test_watching_returns_at_once_for_an_old_version_and_waits_for_a_new_one() -> None:
     router = make_router()
-    table = await router.watch(0, 5)
+    table = await router.table()
     before = time.monotonic()
     assert await router.watch(table.version, 0.1) is table
     assert time.monotonic() - before >= 0.1
-    other = await asyncio.wait_for(router.watch(table.version, 5, router_id="of a router before"), 1)
-    assert other is table
-    watch = asyncio.create_task(router.watch(table.version, 5))
+    assert await router.watch(table.version, 0.1, table.router_id) == []
+    for version, router_id in ((table.version, "of a router before"), (table.version + 1, table.router_id)):
+        assert await asyncio.wait_for(router.watch(version, 5, router_id), 1) is table
+    watch = asyncio.create_task(router.watch(table.version, 5, table.router_id))
     await asyncio.sleep(0.01)
     await router.register("r0")
-    changed = await asyncio.wait_for(watch, 1)
-    assert changed.version > table.version
+    deltas = await asyncio.wait_for(watch, 1)
+    assert isinstance(deltas, list)
+    changed = applied(table, deltas)
+    assert changed == await router.table()
     assert set(changed.replicas) == {"r0"}
     await router.close()
 
@@ -415,7 +422,7 @@ async def test_a_restarted_router_knows_its_adapters_and_its_replicas_come_back(
     await replica.start()
     assert replica.holding == {"a": generation}
     assert {change.request.lora_name for change in replica.applied} == {"b", "c"}
-    assert (await successor.table()).replicas["r0"].loaded == {"a"}
+    assert not (await successor.table()).replicas["r0"].refused
     assert (await successor.load("b", "/new")).epoch > gone
     await replica.stop()
     await successor.close()

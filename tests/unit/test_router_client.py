@@ -5,7 +5,10 @@ import asyncio
 import pytest
 import ray
 
-from deployments.fleet_view import FleetView, ReplicaKey
+from cluster.board import Board
+from cluster.placement import PlacementSettings
+from deployments.fleet_view import FleetView
+from deployments.load_notes import ReplicaKey
 from deployments.router_client import RouterClient
 from lora_core.errors import EngineDead
 
@@ -29,7 +32,7 @@ async def test_a_process_without_ray_is_told_so_and_none_is_started() -> None:
 
 async def test_following_ends_when_the_process_is_not_in_ray() -> None:
     await asyncio.wait_for(RouterClient(locate).follow_table(lambda table: None), 1)
-    view = FleetView(lambda name: RouterClient(locate))
+    view = FleetView(lambda name: RouterClient(locate), Board(PlacementSettings()))
     view.follow([ReplicaKey("a router actor", "r0")])
     (follower,) = view._followers.values()
     await asyncio.wait_for(follower, 1)

@@ -118,7 +118,7 @@ def test_lost_adapters_fail_all_of_their_waiting_requests_and_no_other() -> None
 def test_a_pinned_adapter_is_not_drained_for_others() -> None:
     engine = SteppedScheduler(num_slots=2, max_slot_wait_s=1.35)
     pinned = engine.adapter("pinned")
-    engine.slots.table.pin_name("pinned")
+    engine.slots.table.wanted.pin("pinned")
     engine.add("pinned", max_tokens=3)
     for _ in range(3):
         engine.add("a", max_tokens=30)
@@ -154,7 +154,7 @@ def test_pinned_and_cold_adapters_are_served_within_a_bound_under_steady_load(
 
     for _ in range(20):
         step()
-    engine.slots.table.pin_name("pinned")
+    engine.slots.table.wanted.pin("pinned")
     asked_s = engine.now_s
     request = engine.add("cold")
     for _ in range(100):
@@ -217,7 +217,13 @@ def test_any_traffic_of_slow_adapters_is_answered_exactly(seed: int) -> None:
             name = random.choice("uvwxyz")
             if engine.slots.table.find(name) is not None:
                 with contextlib.suppress(PinRefused):
-                    random.choice([engine.slots.table.pin_name, engine.slots.table.unpin_name])(name)
+                    random.choice([engine.slots.table.wanted.pin, engine.slots.table.wanted.unpin])(name)
+        if random.random() < 0.05:
+            name = random.choice("uvwxyz")
+            if engine.slots.table.find(name) is not None:
+                engine.slots.table.wanted.warm_up(name)
+        if random.random() < 0.05:
+            engine.slots.table.wanted.protect(random.sample("uvwxyz", 2))
         engine.step()
     engine.run(max_steps=4000)
     for outcome in engine.outcomes.values():

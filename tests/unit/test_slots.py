@@ -61,6 +61,25 @@ def test_pinned_keys_are_passed_over_and_a_full_pinned_cache_refuses() -> None:
     assert cache.keys() == ["a", "c"]
 
 
+def test_protected_keys_go_last_and_spared_ones_never() -> None:
+    cache = filled(3, "a", "b", "c")
+    cache.protect(["a", "b", "absent"])
+    assert cache.put("d", 4)[0] == "c", "not the least recently used, which is protected"
+    cache.pin("d")
+    assert cache.can_put("e")
+    assert not cache.can_put("e", sparing=["a", "b"])
+    with pytest.raises(NoFreeSlot):
+        cache.put("e", 5, sparing=["a", "b"])
+    assert cache.put("e", 5, sparing=["a"])[0] == "b"
+    assert cache.put("f", 6)[0] == "e", "which is not protected, while a is"
+    assert cache.put("g", 7)[0] == "f"
+    cache.pin("g")
+    assert cache.put("h", 8)[0] == "a", "where no other slot is left"
+    cache.remove("h")
+    assert cache.can_put("i", sparing=cache.keys()), "a free slot spares everybody"
+    cache.check()
+
+
 def test_pins_are_counted() -> None:
     cache = filled(1, "a")
     cache.pin("a")
@@ -133,22 +152,29 @@ class SlotMachine(RuleBasedStateMachine):
         self.order: list[str] = []
         self.slots: dict[str, int] = {}
         self.pins: dict[str, int] = {}
+        self.protected: set[str] = set()
 
-    @rule(key=KEYS, value=st.integers(0, 9))
-    def put(self, key: str, value: int) -> None:
+    @rule(keys=st.sets(KEYS))
+    def protect(self, keys: set[str]) -> None:
+        self.cache.protect(keys)
+        self.protected = keys
+
+    @rule(key=KEYS, value=st.integers(0, 9), sparing=st.sets(KEYS))
+    def put(self, key: str, value: int, sparing: set[str]) -> None:
         victim = None
         if key not in self.slots and len(self.slots) == 3:
-            unpinned = [other for other in self.order if not self.pins.get(other)]
-            if not unpinned:
+            may_go = [other for other in self.order if not self.pins.get(other) and other not in sparing]
+            assert self.cache.can_put(key, sparing=sparing) == bool(may_go)
+            if not may_go:
                 with pytest.raises(NoFreeSlot):
-                    self.cache.put(key, value)
+                    self.cache.put(key, value, sparing=sparing)
                 return
-            victim = unpinned[0]
+            victim = min(may_go, key=lambda other: other in self.protected)
             self.forget(victim)
         if key not in self.slots:
             self.slots[key] = min({0, 1, 2} - set(self.slots.values()))
         self.use(key)
-        assert self.cache.put(key, value) == (victim, self.slots[key])
+        assert self.cache.put(key, value, sparing=sparing) == (victim, self.slots[key])
         assert self.cache.get(key) == (value, self.slots[key])
 
     @rule(key=KEYS)

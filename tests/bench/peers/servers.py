@@ -85,6 +85,7 @@ def _ours(kind: ServerKind, place: Workplace, port: int) -> tuple[Sequence[str],
         "model": str(place.model), "model_name": BASE_NAME, "engine": engine, "lora_config": lora,
     }  # fmt: skip
     for deployment in application["deployments"]:
+        deployment.pop("autoscaling_config", None)
         deployment["num_replicas"] = 1
     config = place.folder / f"{kind.name}.yaml"
     config.write_text(yaml.safe_dump(content))

@@ -1,0 +1,334 @@
+"""`Board`: the replicas as one handle sees them, and where its next request goes.
+
+The policy is `cluster.placement.rank`, to the same order. Here what each replica is and holds is kept in arrays and
+indices that change with the news, so that a decision takes a few vector operations over the replicas and looks at no
+adapter but its own.
+"""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.copy_index import CopyIndex
+from cluster.fleet import ReplicaState
+from cluster.placement import NOTHING, PlacementSettings, ReplicaView, Terms, cap_on, terms
+from cluster.rendezvous import replica_hashes, weights
+
+Floats = NDArray[np.float64]
+
+_UNKNOWN = ReplicaState()
+_HOMES_KEPT = 1 << 17
+
+
+class Order(NamedTuple):
+    """Where a request may go."""
+
+    open: list[str]
+    """Replica ids, best first: those that are not full and can serve the adapter. Where none of all can, each may."""
+    full: list[str]
+    """Full ones, best first; only filled in where `open` has all there are and room for more."""
+
+
+class Board:
+    """Decides for one handle. Not thread-safe.
+
+    Args:
+        settings: Weights and cap.
+    """
+
+    def __init__(self, settings: PlacementSettings) -> None:
+        self.settings = settings
+        self.replica_ids: list[str] = []
+        """Sorted."""
+        self._copies: Mapping[str, tuple[str, ...]] = {}
+        self._states: dict[str, ReplicaState] = {}
+        self._hints: dict[str, frozenset[str]] = {}
+        self._counts: dict[str, int] = {}
+        self._capacities: dict[str, int] = {}
+        self._arrange()
+
+    # News
+
+    def set_replicas(self, capacities: Mapping[str, int]) -> None:
+        """The replicas there are now, each with how many requests it takes at once. Those that stay are remembered."""
+        self._capacities = dict(capacities)
+        self._states = {name: state for name, state in self._states.items() if name in capacities}
+        self._hints = {name: hints for name, hints in self._hints.items() if name in capacities}
+        self._counts = {name: count for name, count in self._counts.items() if name in capacities}
+        self._arrange()
+
+    def set_in_flight(self, replica_id: str, num_in_flight: int) -> None:
+        """Requests a replica has, as far as is known. Unknown replicas are ignored, here and below."""
+        index = self._index.get(replica_id)
+        if index is not None:
+            self._total += num_in_flight - self._counts.get(replica_id, 0)
+            self._counts[replica_id] = num_in_flight
+            self._in_flight[index] = num_in_flight
+            self._wait[index] = num_in_flight * self._service_ms[index]
+
+    def set_state(self, replica_id: str, state: ReplicaState) -> None:
+        """What a replica holds and has measured."""
+        index = self._index.get(replica_id)
+        if index is None or self._states.get(replica_id) is state:
+            return
+        self._states[replica_id] = state
+        self._enter(index, state)
+
+    def set_hints(self, replica_id: str, adapters: frozenset[str]) -> None:
+        """Loads on a replica that this handle has caused and no news has shown yet: they count as under way."""
+        index = self._index.get(replica_id)
+        if index is not None and self._hints.get(replica_id, frozenset()) != adapters:
+            self._hints[replica_id] = adapters
+            self._enter_loading(index)
+            self._weigh_evictions([index])
+
+    def set_copies(self, copies: Mapping[str, tuple[str, ...]]) -> None:
+        """Replicas that the plan grants adapters, where they are not the first in rendezvous order alone. Kept."""
+        self._copies = copies
+
+    # Questions
+
+    def num_in_flight(self, replica_id: str) -> int:
+        """Requests a replica has, as last set."""
+        return self._counts.get(replica_id, 0)
+
+    def holders(self, adapter: str) -> list[str]:
+        """Replicas that have the adapter in a slot, or on its way into one."""
+        return [self.replica_ids[index] for index in sorted(self._holders(adapter))]
+
+    def holds(self, adapter: str, replica_id: str) -> bool:
+        """Whether the replica is one of `holders`."""
+        return self._index.get(replica_id) in self._holders(adapter)
+
+    def num_held(self, replica_id: str) -> int:
+        """Adapters that the replica has in slots or on their way there."""
+        return len(self._residents.of(self._index[replica_id]) | self._loading.of(self._index[replica_id]))
+
+    def first(self, adapter: str | None, *, mib: float = 0.0, prefix_ms: Mapping[str, float] = NOTHING) -> str | None:
+        """The best replica, full ones included where all are; None without replicas."""
+        if not self.replica_ids:
+            return None
+        if adapter is not None and not prefix_ms and not self._choosy:
+            home = self._warm_home(adapter)
+            if home is not None:
+                return self.replica_ids[home]
+        order = self.order(adapter, mib=mib, limit=1, prefix_ms=prefix_ms)
+        return (order.open or order.full)[0]
+
+    def order(
+        self, adapter: str | None, *, mib: float = 0.0, limit: int = 8, prefix_ms: Mapping[str, float] = NOTHING
+    ) -> Order:
+        """The best replicas for a request, as `cluster.placement.rank` has them.
+
+        Args:
+            adapter: Its name; None is the base model.
+            mib: What it takes in a slot, in MiB; 0: not known.
+            limit: At most so many.
+            prefix_ms: By replica id, the cost of computing the prompt there, less what its cache has.
+        """
+        if not self.replica_ids:
+            return Order([], [])
+        cost = self._costs(adapter, mib, prefix_ms)
+        full = self._in_flight >= self._capacity
+        group = (self._in_flight >= self._cap()).astype(np.int8) + 2 * full.astype(np.int8)
+        excluded = self._hopeless(adapter)
+        if len(excluded) == len(self.replica_ids):
+            excluded = []
+        group[excluded] = 4
+        best = np.lexsort((~weights(adapter or "", self._hashes), cost, group))[:limit].tolist()
+        groups = group[best].tolist()
+        ids = self.replica_ids
+        open_ids = [ids[index] for index, of in zip(best, groups, strict=True) if of < 2]
+        return Order(open_ids, [ids[index] for index, of in zip(best, groups, strict=True) if 2 <= of < 4])
+
+    def view(self, replica_id: str) -> ReplicaView:
+        """One replica as `rank` takes it."""
+        state = self._states.get(replica_id, _UNKNOWN)
+        return replica_view(
+            replica_id, state, self.num_in_flight(replica_id), self._capacities[replica_id],
+            self._hints.get(replica_id, frozenset()),
+        )  # fmt: skip
+
+    def terms(self, adapter: str | None, replica_id: str, *, mib: float = 0.0) -> Terms:
+        """The score of one replica, term by term."""
+        index = self._index[replica_id]
+        homes = [] if adapter is None else self._homes(adapter)
+        holders = frozenset() if adapter is None else self._holders(adapter)
+        is_granted = adapter is None or index in homes or (index in holders and holders.isdisjoint(homes))
+        return terms(
+            adapter, self.view(replica_id), self.settings, mib=mib, is_granted=is_granted,
+            only_last=self._has_only_last(index),
+        )  # fmt: skip
+
+    # Scores, over all replicas
+
+    def _costs(self, adapter: str | None, mib: float, prefix_ms: Mapping[str, float]) -> Floats:
+        """`Terms.cost` of each replica, `[R]`."""
+        holders: frozenset[int] | set[int] = frozenset()
+        homes: list[int] = []
+        if adapter is None:
+            cost = np.zeros(len(self.replica_ids))
+        else:
+            holders = self._holders(adapter)
+            cost = self._load_costs(adapter, mib)
+            cost[list(holders)] = 0.0
+            homes = self._homes(adapter)
+            if holders and holders.isdisjoint(homes):
+                homes = [*homes, *holders]
+            stray = np.full(len(self.replica_ids), 2 * self._stray_ms)
+            stray[list(holders)] = self._stray_ms
+            stray[homes] = 0.0
+            cost += stray
+        if prefix_ms and "prefix" not in self.settings.without:
+            cost += np.array([prefix_ms.get(replica_id, 0.0) for replica_id in self.replica_ids])
+        if adapter is None or (holders and not self._stray_ms):
+            cost += self._wait
+        elif holders:
+            near = [*holders.union(homes)]
+            cost[near] += self._wait[near]
+        return cost
+
+    def _load_costs(self, adapter: str, mib: float) -> Floats:
+        host_ms: Floats | float = self.settings.load_ms
+        disk_ms: Floats | float = self.settings.fetch_ms
+        if mib:
+            host_ms = mib * self._host_slope + self._host_base
+            disk_ms = mib * self._disk_slope + self._disk_base
+        cost = np.zeros(len(self.replica_ids))
+        if "load" not in self.settings.without:
+            # Few have an adapter in memory and not in a slot: asking each replica's own set beats an index of all.
+            near = [index for index, names in enumerate(self._in_memory) if adapter in names]
+            cost += disk_ms
+            cost[near] = np.broadcast_to(host_ms, cost.shape)[near]
+        if "ahead" not in self.settings.without:
+            cost += self._num_loading * host_ms
+        cost += self._evict_ms
+        return cost
+
+    def _warm_home(self, adapter: str) -> int | None:
+        """The best replica, where it is plain that it is a home that holds the adapter: no other can cost less."""
+        cap, holders = self._cap(), self._holders(adapter)
+        ready = []
+        for index in self._homes(adapter):
+            if self._in_flight[index] < min(cap, self._capacity[index]):
+                if index not in holders:
+                    return None
+                ready.append((self._wait[index], index))
+        if not ready:
+            return None
+        wait_ms, best = min(ready)
+        is_tied = sum(wait == wait_ms for wait, _ in ready) > 1
+        elsewhere_ms = min(self._wait.min() + self._stray_ms, 2 * self._stray_ms)
+        return None if is_tied or wait_ms >= elsewhere_ms else best
+
+    def _cap(self) -> float:
+        return cap_on(self._total, len(self.replica_ids), self.settings)
+
+    def _holders(self, adapter: str) -> frozenset[int] | set[int]:
+        return self._residents.holders(adapter) | self._loading.holders(adapter)
+
+    def _homes(self, adapter: str) -> list[int]:
+        granted = self._copies.get(adapter)
+        if granted is not None:
+            homes = [self._index[replica_id] for replica_id in granted if replica_id in self._index]
+            if homes:
+                return homes
+        home = self._first.get(adapter)
+        if home is None:
+            if len(self._first) >= _HOMES_KEPT:
+                self._first.clear()
+            home = self._first[adapter] = int(weights(adapter, self._hashes).argmax())
+        return [home]
+
+    def _hopeless(self, adapter: str | None) -> list[int]:
+        if not self._choosy:
+            return []
+        states = {index: self._states[self.replica_ids[index]] for index in self._choosy}
+        return [
+            index
+            for index, state in states.items()
+            if state.is_stalled or adapter in state.refused or adapter in state.stalled
+        ]
+
+    # What is kept of each replica
+
+    def _arrange(self) -> None:
+        """Make rows for the replicas there are, and fill in what is known of them."""
+        self.replica_ids = sorted(self._capacities)
+        num = len(self.replica_ids)
+        self._index = {replica_id: index for index, replica_id in enumerate(self.replica_ids)}
+        self._hashes = replica_hashes(self.replica_ids)
+        self._capacity = np.array([self._capacities[replica_id] for replica_id in self.replica_ids], dtype=np.float64)
+        self._in_flight, self._wait, self._num_loading, self._evict_ms = (np.zeros(num) for _ in range(4))
+        self._service_ms, self._host_slope, self._host_base, self._disk_slope, self._disk_base = (
+            np.zeros(num) for _ in range(5)
+        )
+        self._in_memory: list[AbstractSet[str]] = [frozenset()] * num
+        self._choosy: set[int] = set()
+        self._first: dict[str, int] = {}
+        self._residents, self._loading = CopyIndex(num), CopyIndex(num)
+        self._stray_ms = self.settings.ms("stray")
+        self._total = 0
+        counts, self._counts = self._counts, {}
+        for index, replica_id in enumerate(self.replica_ids):
+            self._enter(index, self._states.get(replica_id, _UNKNOWN))
+            self.set_in_flight(replica_id, counts.get(replica_id, 0))
+
+    def _enter(self, index: int, state: ReplicaState) -> None:
+        settings, replica_id = self.settings, self.replica_ids[index]
+        service_ms = settings.wait_ms if state.service_ms is None else state.service_ms
+        self._service_ms[index] = 0.0 if "wait" in settings.without else service_ms
+        self._wait[index] = self._counts.get(replica_id, 0) * self._service_ms[index]
+        host, disk = state.load_ms_per_mib.get("host"), state.load_ms_per_mib.get("disk")
+        self._host_slope[index], self._host_base[index] = (0.0, settings.load_ms) if host is None else (host, 0.0)
+        self._disk_slope[index], self._disk_base[index] = (0.0, settings.fetch_ms) if disk is None else (disk, 0.0)
+        self._in_memory[index] = state.in_memory
+        if state.is_stalled or state.refused or state.stalled:
+            self._choosy.add(index)
+        else:
+            self._choosy.discard(index)
+        touched = self._residents.set(index, state.resident)
+        self._enter_loading(index)
+        self._weigh_evictions({index, *touched})
+
+    def _enter_loading(self, index: int) -> None:
+        replica_id = self.replica_ids[index]
+        reported = self._states.get(replica_id, _UNKNOWN).loading
+        loading = (reported | self._hints.get(replica_id, frozenset())) - self._residents.of(index)
+        self._loading.set(index, loading)
+        self._num_loading[index] = len(loading)
+
+    def _weigh_evictions(self, indices: Iterable[int]) -> None:
+        evict_ms, last_copy_ms = self.settings.ms("evict"), self.settings.ms("last_copy")
+        for index in indices:
+            state = self._states.get(self.replica_ids[index], _UNKNOWN)
+            is_full = state.num_slots and state.num_slots_used + self._num_loading[index] >= state.num_slots
+            last_ms = last_copy_ms if self._has_only_last(index) else 0.0
+            self._evict_ms[index] = evict_ms + last_ms if is_full else 0.0
+
+    def _has_only_last(self, index: int) -> bool:
+        num_used = self._states.get(self.replica_ids[index], _UNKNOWN).num_slots_used
+        return num_used > 0 and self._residents.num_last(index) >= num_used
+
+
+def replica_view(
+    replica_id: str, state: ReplicaState, num_in_flight: int, capacity: int, hints: AbstractSet[str] = frozenset()
+) -> ReplicaView:
+    """What `rank` needs of a replica, from what the fleet's table says and what this handle knows."""
+    return ReplicaView(
+        replica_id=replica_id,
+        in_flight=num_in_flight,
+        capacity=capacity,
+        resident=state.resident,
+        in_memory=state.in_memory,
+        refused=state.refused | state.stalled,
+        loading=(state.loading | hints) - state.resident,
+        num_slots=state.num_slots,
+        num_slots_used=state.num_slots_used,
+        is_stalled=state.is_stalled,
+        service_ms=state.service_ms,
+        load_ms_per_mib=state.load_ms_per_mib,
+    )

@@ -1,0 +1,52 @@
+"""`SimulatedHandle`: what a process that sends requests knows, and when it comes to know it."""
+
+from collections.abc import Iterable, Mapping
+
+from cluster.board import Board
+from cluster.fleet import ReplicaState
+from cluster.placement import PlacementSettings
+
+HINT_MS = 2000.0
+"""A load this handle has caused counts as under way for this long, unless news shows it done."""
+
+
+class SimulatedHandle:
+    """One of several handles: it counts its own requests, hears a replica's queue length when that accepts one of them,
+    its slots when a reply begins, and everything else when the router actor publishes it.
+    """
+
+    def __init__(self, settings: PlacementSettings, reads_slots: bool) -> None:
+        self.board = Board(settings)
+        self._reads_slots = reads_slots
+        self._hints: dict[str, dict[str, float]] = {}
+
+    def set_replicas(self, replica_ids: Iterable[str]) -> None:
+        """The replicas Serve says there are."""
+        self.board.set_replicas(dict.fromkeys(replica_ids, 1 << 30))
+
+    def sent(self, replica_id: str, adapter: str, num_in_flight: int, now: float) -> None:
+        """A replica accepted a request, and said how many it has."""
+        self.board.set_in_flight(replica_id, num_in_flight)
+        if self._reads_slots and not self.board.holds(adapter, replica_id):
+            self._hints.setdefault(replica_id, {})[adapter] = now + HINT_MS
+            self.board.set_hints(replica_id, frozenset(self._hints[replica_id]))
+
+    def replied(self, replica_id: str) -> None:
+        """A reply of this handle's has ended."""
+        self.board.set_in_flight(replica_id, max(0, self.board.num_in_flight(replica_id) - 1))
+
+    def hear(self, replica_id: str, state: ReplicaState) -> None:
+        """News of a replica's slots."""
+        if self._reads_slots:
+            self.board.set_state(replica_id, state)
+
+    def take(self, states: Mapping[str, ReplicaState], routes: Mapping[str, tuple[str, ...]], now: float) -> None:
+        """The router actor's table; loads that it shows done, or that are overdue, are hinted at no longer."""
+        for replica_id, state in states.items():
+            self.hear(replica_id, state)
+            hints = self._hints.get(replica_id)
+            if hints:
+                for adapter in [name for name, until in hints.items() if until <= now or name in state.resident]:
+                    del hints[adapter]
+                self.board.set_hints(replica_id, frozenset(hints))
+        self.board.set_copies(routes)

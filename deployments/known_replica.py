@@ -1,0 +1,80 @@
+"""`KnownReplica`: what one handle knows of one replica, from three sources of different age."""
+
+from collections import Counter
+
+import msgspec
+
+from cluster.fleet import ReplicaState
+from deployments.generation import SlotSnapshot
+
+UNKNOWN = ReplicaState()
+
+
+class KnownReplica:
+    """One replica as the router actor's table shows it, as its own replies do, and by the requests sent to it.
+
+    A reply tells of slots sooner than the table does; whichever has the higher sequence number counts. An adapter that
+    requests are on their way for, and that is in no slot there by all that is known, is being loaded: that is the
+    *claim* of each such request, and ends with it.
+    """
+
+    def __init__(self) -> None:
+        self._row = UNKNOWN
+        self._told: SlotSnapshot | None = None
+        self._claims: Counter[str] = Counter()
+        self._state: ReplicaState | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        """What the replica says of itself, claims left aside; the same object until that changes."""
+        if self._state is None:
+            self._state = self._merged()
+        return self._state
+
+    @property
+    def hints(self) -> frozenset[str]:
+        """Adapters that this handle's requests have the replica load, of which it has not told yet."""
+        state = self.state
+        return frozenset(self._claims.keys() - state.resident - state.loading)
+
+    def take_row(self, row: ReplicaState) -> bool:
+        """Take the replica's row of a newer table; whether it is another one."""
+        if row is self._row:
+            return False
+        self._row, self._state = row, None
+        if self._told is not None and self._told.sequence <= row.sequence:
+            self._told = None
+        return True
+
+    def take_snapshot(self, snapshot: SlotSnapshot) -> bool:
+        """Take what a reply says of the slots; whether it is news: an older word than the last one is not."""
+        if snapshot.sequence <= (self._row.sequence if self._told is None else self._told.sequence):
+            return False
+        self._told, self._state = snapshot, None
+        return True
+
+    def claim(self, adapter: str) -> bool:
+        """Count a request on its way; whether it is what makes the replica load the adapter, as far as is known."""
+        is_first = adapter not in self._claims
+        self._claims[adapter] += 1
+        return is_first and adapter not in self.state.resident and adapter not in self.state.loading
+
+    def release(self, adapter: str) -> bool:
+        """Forget one claim: its request has ended, or never left. Whether that was the adapter's last one."""
+        if adapter not in self._claims:
+            return False
+        self._claims[adapter] -= 1
+        if self._claims[adapter]:
+            return False
+        del self._claims[adapter]
+        return True
+
+    def _merged(self) -> ReplicaState:
+        if self._told is None:
+            return self._row
+        return msgspec.structs.replace(
+            self._row,
+            resident=frozenset(self._told.resident),
+            loading=frozenset(self._told.loading),
+            num_slots_used=self._told.num_slots_used,
+        )

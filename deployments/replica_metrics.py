@@ -1,0 +1,95 @@
+"""`ReplicaMetrics`: what a replica's engine does, as gauges and counters of Ray."""
+
+from collections.abc import Mapping
+
+from ray.serve.metrics import Counter, Gauge
+
+from deployments.metric_labels import AdapterLabels, LabelledGauge
+from lora_core.messages import Residency
+from lora_core.workload import SlotCounts, Workload
+
+
+class ReplicaMetrics:
+    """Made inside a replica: Ray Serve adds its labels for application, deployment and replica.
+
+    `docs/metrics.md` lists them.
+    """
+
+    def __init__(self) -> None:
+        self._labels = AdapterLabels()
+        self._resident = Gauge("lora_fleet_adapters", "Adapters in each tier; one may be in several.", ("tier",))
+        self._slots_used = Gauge("lora_fleet_slots_used", "Adapter slots taken by any generation.")
+        self._running = Gauge("lora_fleet_requests_running", "Requests in the engine's batch.", ("adapter",))
+        self._waiting = Gauge("lora_fleet_requests_waiting", "Requests in the engine's queue.", ("adapter",))
+        self._idle = Gauge(
+            "lora_fleet_oldest_request_idle_seconds",
+            "Since an adapter's oldest request last got on.",
+            ("adapter",),
+        )
+        self._started = Counter("lora_fleet_requests_started", "Requests that began to run.", ("adapter",))
+        self._wait_s = Counter(
+            "lora_fleet_request_wait_seconds", "Seconds those had waited in the engine's queue.", ("adapter",)
+        )
+        self._tokens = Counter("lora_fleet_tokens", "Tokens computed, prompts and answers.", ("adapter",))
+        self._hits = Counter("lora_fleet_slot_hits", "Requests that found their adapter in a slot.")
+        self._misses = Counter("lora_fleet_slot_misses", "Requests that did not.")
+        self._evictions = Counter("lora_fleet_slot_evictions", "Adapters that lost their slot to another one.")
+        self._loads = Counter("lora_fleet_loads", "Loads by the tier they came from.", ("tier",))
+        self._load_s = Counter("lora_fleet_load_seconds", "Seconds of loads by the tier they came from.", ("tier",))
+        self._heals = Counter("lora_fleet_watchdog_heals", "Stalled adapters whose requests were ended.")
+        self._counts = SlotCounts()
+        self._shown = {gauge: LabelledGauge() for gauge in (self._running, self._waiting, self._idle)}
+
+    def take_residency(self, residency: Residency) -> None:
+        """Show where adapters are; nothing is left out of the report."""
+        held = {"slot": residency.resident, "host": residency.in_memory, "disk": residency.loaded}
+        for tier, adapters in held.items():
+            self._resident.set(len(adapters or ()), {"tier": tier})
+        self._slots_used.set(residency.num_slots_used)
+
+    def take_work(self, work: Workload) -> None:
+        """Show what the engine did since the last time."""
+        adapters = work.adapters
+        self._show(self._running, {one.name: one.num_running for one in adapters if one.num_running})
+        self._show(self._waiting, {one.name: one.num_waiting for one in adapters if one.num_waiting})
+        with_requests = [one for one in adapters if one.num_running + one.num_waiting]
+        idle = {self._labels.of(one.name): 0.0 for one in with_requests}
+        for one in with_requests:
+            label = self._labels.of(one.name)
+            idle[label] = max(idle[label], one.oldest_idle_s)
+        self._set(self._idle, idle)
+        self._count(self._tokens, {one.name: one.num_tokens for one in adapters})
+        self._count(self._started, {one.name: one.num_started for one in adapters})
+        self._count(self._wait_s, {one.name: one.wait_s for one in adapters})
+        self._take_counts(work.slots)
+
+    def count_heal(self) -> None:
+        """Count an adapter that the watchdog healed."""
+        self._heals.inc()
+
+    def _take_counts(self, counts: SlotCounts) -> None:
+        last, self._counts = self._counts, counts
+        _add(self._hits, counts.num_hits - last.num_hits)
+        _add(self._misses, counts.num_misses - last.num_misses)
+        _add(self._evictions, counts.num_evictions - last.num_evictions)
+        for tier, count in counts.num_loads.items():
+            _add(self._loads, count - last.num_loads.get(tier, 0), tier=tier)
+        for tier, seconds in counts.load_s.items():
+            _add(self._load_s, seconds - last.load_s.get(tier, 0.0), tier=tier)
+
+    def _count(self, counter: Counter, values: Mapping[str | None, float]) -> None:
+        for label, amount in self._labels.summed(values).items():
+            _add(counter, amount, adapter=label)
+
+    def _show(self, gauge: Gauge, values: Mapping[str | None, float]) -> None:
+        self._set(gauge, self._labels.summed(values))
+
+    def _set(self, gauge: Gauge, by_label: Mapping[str, float]) -> None:
+        for label, value in self._shown[gauge].complete(by_label).items():
+            gauge.set(value, {"adapter": label})
+
+
+def _add(counter: Counter, amount: float, **labels: str) -> None:
+    # Ray refuses an increment of 0.
+    if amount > 0:
+        counter.inc(amount, labels)

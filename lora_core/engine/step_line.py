@@ -1,0 +1,39 @@
+"""How long a step takes by the number of its tokens: a straight line through the recent ones."""
+
+FADE = 0.99
+"""What a step counts for after the next one."""
+
+LEAST_STEPS = 8.0
+"""Weight of the steps from which on the line says something."""
+
+LEAST_SPREAD = 0.05
+"""Standard deviation of the tokens over their mean below which steps are too much alike for a slope."""
+
+
+class StepLine:
+    """Least squares over steps, of which newer ones count more."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        # Sums over the steps.
+        self._tokens = self._seconds = self._tokens_squared = self._products = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Note a step."""
+        self._weight = FADE * self._weight + 1
+        self._tokens = FADE * self._tokens + num_tokens
+        self._seconds = FADE * self._seconds + seconds
+        self._tokens_squared = FADE * self._tokens_squared + num_tokens * num_tokens
+        self._products = FADE * self._products + num_tokens * seconds
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds by which one token more makes a step longer, at least 0; None while that is not known."""
+        if self._weight < LEAST_STEPS:
+            return None
+        mean = self._tokens / self._weight
+        variance = self._tokens_squared / self._weight - mean * mean
+        if variance <= (LEAST_SPREAD * mean) ** 2:
+            return None
+        covariance = (self._products - mean * self._seconds) / self._weight
+        return max(0.0, covariance / variance)

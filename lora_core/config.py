@@ -146,10 +146,6 @@ class EngineSettings(Settings):
             "Prepare the next step while the device computes the last one, whose tokens it keeps. Unset: on a GPU."
         ),
     )
-    torch_compile: bool = Field(
-        default=False,
-        description="On a GPU: let torch.compile fuse the norms, rotations and gates; the first start takes longer.",
-    )
     num_threads: int | None = Field(
         default=None, ge=1, description="CPU threads of the engine, or of each of its ranks; unset: torch's choice."
     )

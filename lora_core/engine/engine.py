@@ -2,22 +2,19 @@
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
 
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.block_tables import BlockTables
 from lora_core.engine.blocks import BlockPool
-from lora_core.engine.constraint import ConstraintState
+from lora_core.engine.compilations import Compilations
 from lora_core.engine.drain import Drain
+from lora_core.engine.end_of_text import eos_token_ids
 from lora_core.engine.grammars import Grammars
 from lora_core.engine.kernel_variants import Progress
+from lora_core.engine.late_rows import without_late_rows
 from lora_core.engine.memory_sizes import memory_faults
 from lora_core.engine.prompt_scores import score_prompts
 from lora_core.engine.request import Limits, Request, ScheduledBatch, check
@@ -27,19 +24,10 @@ from lora_core.engine.sampler_state import SamplerState
 from lora_core.engine.scheduler import Scheduler
 from lora_core.engine.steps_ahead import StepsAhead
 from lora_core.engine.warm_up import ignore_progress, warm_up_requests
+from lora_core.engine.write_pace import WritePace
 from lora_core.errors import AdapterError, AdapterUnloaded, ConfigError, InvalidRequest
 from lora_core.messages import EngineReady, GenerateRequest, TokenDelta, TokenLogprobs
 from lora_core.types import LoRAStatus
-
-WRITE_SHARE = 0.5
-"""Of the shortest recent step: what a step may spend on writing adapters into slots while requests run, so that no gap
-between two tokens comes near twice the usual."""
-
-NUM_RECENT_STEPS = 8
-"""Steps looked back at; among them some with long prompts, which say nothing of how long a token takes."""
-
-SHORTEST_WRITE_S = 0.0005
-"""What a step may always spend on writing: steps that are shorter yet need no protection."""
 
 LONGEST_WAIT_S = 0.005
 """How long a step waits for files that are read, when it has nothing to run."""
@@ -99,8 +87,7 @@ class LLMEngine:
         )
         self._grammars = Grammars(engine_config.model, self._limits.vocab_size, self._eos_token_ids)
         self._requests: dict[str, Request] = {}
-        # Requests that are accepted, and not queued before their constraint is compiled.
-        self._compiling: dict[Request, Future[ConstraintState]] = {}
+        self._compilations = Compilations()
         self._refused: list[TokenDelta] = []
         self._arrivals = itertools.count()
         self._randomness = torch.Generator()
@@ -115,7 +102,7 @@ class LLMEngine:
         )
         self._clock = clock
         self._drain = Drain(lora_config.drain_timeout_s)
-        self._recent_steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        self._write_pace = WritePace()
 
     @property
     def num_running(self) -> int:
@@ -125,7 +112,7 @@ class LLMEngine:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a seat, blocks, a slot, or the compilation of their constraint."""
-        return self._scheduler.num_waiting + len(self._compiling)
+        return self._scheduler.num_waiting + len(self._compilations)
 
     @property
     def prefix_cache_counts(self) -> tuple[int, int]:
@@ -165,7 +152,7 @@ class LLMEngine:
         if request.sampling.constraint is None:
             self._scheduler.add(request)
         else:
-            self._compiling[request] = self._grammars.compile(request.sampling.constraint)
+            self._compilations.add(request, self._grammars.compile(request.sampling.constraint))
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what it holds, now; no delta follows. An unknown id is ignored."""
@@ -205,7 +192,7 @@ class LLMEngine:
             self._blocks.forget_adapter(ref)
         if self._ahead.flight is not None and not self._may_run_ahead():
             return self._with_refused(self._ahead.land())
-        self.manager.advance(max(SHORTEST_WRITE_S, WRITE_SHARE * min(self._recent_steps_s, default=0.0)))
+        self.manager.advance(self._write_pace.budget_s)
         batch = self._schedule()
         if not batch.rows and self._ahead.flight is not None:
             return self._with_refused(self._ahead.land())
@@ -216,7 +203,7 @@ class LLMEngine:
         if batch.rows:
             started_s = time.perf_counter()
             deltas = self._run(batch)
-            self._recent_steps_s.append(time.perf_counter() - started_s)
+            self._write_pace.note(time.perf_counter() - started_s)
         else:
             deltas = []
             if not self._refused and self.has_work():
@@ -247,7 +234,7 @@ class LLMEngine:
         self.manager.check()
         self._scheduler.check()
         known = len(self._requests)
-        queued = self._scheduler.num_running + self._scheduler.num_waiting + len(self._compiling)
+        queued = self._scheduler.num_running + self._scheduler.num_waiting + len(self._compilations)
         assert known == queued, f"{known} requests are known and {queued} are queued or running"
 
     def _accept(self, message: GenerateRequest) -> Request:
@@ -301,7 +288,7 @@ class LLMEngine:
         # A step that follows one in flight reads its tokens, whatever has begun meanwhile.
         if flight is not None or self._may_run_ahead():
             return self._ahead.take_off(batch, logits)
-        batch, logits = self._without_late_rows(batch, score_prompts(batch.rows, logits))
+        batch, logits = without_late_rows(batch, score_prompts(batch.rows, logits), self._grammars)
         requests = [row.request for row in batch.rows if row.samples]
         choices = sample(
             logits,
@@ -327,18 +314,6 @@ class LLMEngine:
     def is_known(self, request: Request) -> bool:
         """Whether it has not ended."""
         return self._requests.get(request.request_id) is request
-
-    def _without_late_rows(self, batch: ScheduledBatch, logits: Tensor) -> tuple[ScheduledBatch, Tensor]:
-        """Leave out constrained rows of which it is not yet known what may come next: they are computed anew."""
-        sampling = [row for row in batch.rows if row.samples]
-        constraints = [one for row in sampling if (one := row.request.sampler.constraint) is not None]
-        if constraints:
-            self._grammars.settle(constraints)
-        if all(one.is_ready for one in constraints):
-            return batch, logits
-        late = {id(row) for row in sampling if (one := row.request.sampler.constraint) is not None and not one.is_ready}
-        kept = [place for place, row in enumerate(sampling) if id(row) not in late]
-        return ScheduledBatch([row for row in batch.rows if id(row) not in late]), logits[kept]
 
     def _advance(self, request: Request, choice: Choice | None) -> TokenDelta:
         """Append the next token to a request's answer, and end the request if that was the last one."""
@@ -384,13 +359,8 @@ class LLMEngine:
 
     def _queue_compiled(self) -> None:
         """Queue the requests whose constraints have been compiled, and refuse those whose cannot be."""
-        for request, compilation in list(self._compiling.items()):
-            if not compilation.done():
-                continue
-            del self._compiling[request]
-            try:
-                request.sampler.constraint = compilation.result()
-            except InvalidRequest as error:
+        for request, error in self._compilations.take_done():
+            if error is not None:
                 self._forget(request)
                 self._refused.append(_failure(request.request_id, str(error), type(error).__name__))
                 continue
@@ -400,18 +370,15 @@ class LLMEngine:
 
     def _wait(self) -> None:
         """With nothing to run: wait a little for what others do."""
-        if self._compiling:
-            wait(self._compiling.values(), LONGEST_WAIT_S, return_when=FIRST_COMPLETED)
+        if self._compilations:
+            self._compilations.wait(LONGEST_WAIT_S)
         else:
             self.manager.wait(LONGEST_WAIT_S)
 
     def _drop(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it holds."""
-        compilation = self._compiling.pop(request, None)
-        if compilation is None:
+        if not self._compilations.cancel(request):
             self._scheduler.abort(request)
-        else:
-            compilation.cancel()
         self._forget(request)
 
     def _finish(self, request: Request) -> None:
@@ -424,18 +391,6 @@ class LLMEngine:
         self._ahead.forget(request, is_last=not self._requests)
         if request.adapter is not None:
             self.manager.release(request.adapter)
-
-
-def eos_token_ids(folder: Path) -> frozenset[int]:
-    """The ids that end an answer: those of generation_config.json, or else of config.json; there may be none."""
-    found: int | list[int] | None = None
-    if (folder / "generation_config.json").exists():
-        found = GenerationConfig.from_pretrained(folder).eos_token_id
-    if found is None:
-        found = AutoConfig.from_pretrained(folder).eos_token_id
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
 
 
 def _failure(request_id: str, error: str, error_type: str = "EngineError") -> TokenDelta:

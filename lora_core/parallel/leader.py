@@ -89,17 +89,16 @@ class Leader:
     def wait_ready(self, num_blocks: int) -> None:
         """Return when all ranks have loaded their shares of the model.
 
+        Args:
+            num_blocks: KV blocks, of which every rank has the same.
+
         Raises:
-            ConfigError: a rank cannot work with this configuration, or has not room for `num_blocks` KV blocks.
+            ConfigError: a rank cannot work with this configuration.
             EngineDead: a rank failed otherwise.
         """
         for follower in self._followers:
             found = follower.expect(Ready, START_TIMEOUT_S).num_blocks
-            if found != num_blocks:
-                raise ConfigError(
-                    f"{follower.name} has room for {found} KV blocks, and the first rank for {num_blocks}; set "
-                    "kv_cache_tokens to what fits all devices"
-                )
+            assert found == num_blocks, f"{follower.name} has {found} KV blocks, the first rank {num_blocks}"
 
     @contextmanager
     def step(self, step: StepInput) -> Iterator[None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cluster.base_model import locate_base_model
-from lora_core.engine.engine import eos_token_ids
+from lora_core.engine.end_of_text import eos_token_ids
 from lora_core.engine.grammars import Grammars
 from lora_core.engine.sampler import sample
 from lora_core.engine.sampler_state import SamplerState

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from lora_core.engine.engine import eos_token_ids
+from lora_core.engine.end_of_text import eos_token_ids
 from lora_core.errors import UnsupportedModel
 from lora_core.models.architectures import ARCHITECTURES, decoder_config, read_hf_config
 from tests.factories import TINY_SETTINGS, edit_config, reference_model, tiny_model

@@ -1,25 +1,20 @@
 """Steps replayed from recordings at bucketed sizes: the same tokens as without, whatever the adapters and lengths."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.launch import Launch
-from lora_core.engine.buckets import block_buckets, row_buckets, smallest
-from lora_core.engine.decode_graphs import GraphSizes
 from lora_core.engine.engine import LLMEngine
-from lora_core.engine.step_buffers import PendingTokens, fill_pending, upload_step
-from lora_core.layers import Adapted
 from tests.engine.answers import Answer, Answers, Names, ask, assert_nothing_left, finish, make_engine, step
 from tests.engine.device_stand_in import device_stand_in
 from tests.engine.operator_recorder import OperatorRecorder
-from tests.factories import make_adapter, reference_tokens, tiny_model
+from tests.factories import ATTENTION_TARGETS, make_adapter, reference_tokens, tiny_llama, tiny_model
 from tests.kernels import interpreter
 
 pytest.importorskip("triton")
@@ -39,15 +34,22 @@ def on_device() -> Iterator[list[OperatorRecorder]]:
 
 
 @pytest.fixture(scope="module")
-def adapters(tiny_base: Path, tiny_adapters: Names, tmp_path_factory: pytest.TempPathFactory) -> Names:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer: what the interpreter takes for a step adds up."""
+    return tiny_llama(tmp_path_factory.mktemp("base"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Names:
     """Adapters of linear layers, one with gains, one of the head, and one of the embedding."""
     folder = tmp_path_factory.mktemp("kinds")
     return {
-        "linear": tiny_adapters["linear-r4"],
-        "attention": tiny_adapters["attention-r2"],
-        "dora": make_adapter(tiny_base, folder / "dora", targets=("q_proj", "gate_proj", "down_proj"), use_dora=True),
-        "head": make_adapter(tiny_base, folder / "head", targets=("v_proj", "lm_head"), seed=5),
-        "embedding": make_adapter(tiny_base, folder / "embedding", targets=("o_proj", "embed_tokens"), seed=6),
+        "linear": make_adapter(base, folder / "linear", seed=2),
+        "attention": make_adapter(base, folder / "attention", r=2, targets=ATTENTION_TARGETS, seed=1),
+        "rslora": make_adapter(base, folder / "rslora", r=8, use_rslora=True, seed=4),
+        "dora": make_adapter(base, folder / "dora", targets=("q_proj", "gate_proj", "down_proj"), use_dora=True),
+        "head": make_adapter(base, folder / "head", targets=("v_proj", "lm_head"), seed=5),
+        "embedding": make_adapter(base, folder / "embedding", targets=("o_proj", "embed_tokens"), seed=6),
     }
 
 
@@ -76,13 +78,13 @@ def test_changing_mixes_answer_as_the_reference_does(
     one_launch: bool,
     runs_ahead: bool,
     on_device: list[OperatorRecorder],
-    tiny_base: Path,
+    base: Path,
     adapters: Names,
 ) -> None:
     """Requests come and go, so that the same recordings serve one to four rows of none, one and several adapters."""
     names = {name: adapters[name] for name in ("linear", "attention")}
     engine = start(
-        tiny_base, names, async_scheduling=runs_ahead, lora_settings={"one_launch": one_launch}, kv_cache_tokens=256
+        base, names, async_scheduling=runs_ahead, lora_settings={"one_launch": one_launch}, kv_cache_tokens=256
     )
     assert on_device[-1].num_recordings == 3 * 2
     answers: Answers = {}
@@ -92,16 +94,16 @@ def test_changing_mixes_answer_as_the_reference_does(
         step(engine, answers)
     finish(engine, answers)
     for index, (name, size) in enumerate(work):
-        assert answers[str(index)] == Answer(expected(tiny_base, adapters, name, size), "length")
+        assert answers[str(index)] == Answer(expected(base, adapters, name, size), "length")
     assert engine.runner.num_replays == NUM_TOKENS - 1
     assert_nothing_left(engine)
 
 
 def test_preempted_and_aborted_requests_answer_as_ever(
-    on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names
+    on_device: list[OperatorRecorder], base: Path, adapters: Names
 ) -> None:
     names = {"linear": adapters["linear"]}
-    engine = start(tiny_base, names, kv_cache_tokens=32, async_scheduling=True)
+    engine = start(base, names, kv_cache_tokens=32, async_scheduling=True)
     answers: Answers = {}
     for index, name in enumerate((None, "linear", "linear", None)):
         ask_for(engine, str(index), name, count=8)
@@ -111,18 +113,18 @@ def test_preempted_and_aborted_requests_answer_as_ever(
     finish(engine, answers)
     assert engine.preemption_counts[0], "the cache was never too small"
     for index, name in ((0, None), (1, "linear"), (3, None)):
-        assert answers[str(index)] == Answer(expected(tiny_base, adapters, name, count=8), "length")
+        assert answers[str(index)] == Answer(expected(base, adapters, name, count=8), "length")
     assert engine.runner.num_replays
     assert_nothing_left(engine)
 
 
 @pytest.mark.parametrize(("setting", "kinds"), [("common", 2), ("all", 3)])
 def test_adapters_of_every_kind_share_a_batch(
-    setting: str, kinds: int, on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names
+    setting: str, kinds: int, on_device: list[OperatorRecorder], base: Path, adapters: Names
 ) -> None:
     """With `common`, steps with gains or an adapted embedding are computed as they are, and the others replayed."""
     names = {name: adapters[name] for name in ("dora", "head", "embedding")}
-    engine = start(tiny_base, names, cuda_graphs=setting)
+    engine = start(base, names, cuda_graphs=setting)
     assert on_device[-1].num_recordings == 3 * kinds
     for first, second in (("head", None), ("dora", "head"), ("embedding", "dora")):
         before = engine.runner.num_replays
@@ -130,7 +132,7 @@ def test_adapters_of_every_kind_share_a_batch(
         ask_for(engine, "second", second, count=3)
         answers = finish(engine)
         for request_id, name in (("first", first), ("second", second)):
-            assert answers[request_id] == Answer(expected(tiny_base, adapters, name, count=3), "length"), name
+            assert answers[request_id] == Answer(expected(base, adapters, name, count=3), "length"), name
         is_replayed = setting == "all" or second is None
         assert engine.runner.num_replays - before == (2 if is_replayed else 0)
     assert_nothing_left(engine)
@@ -142,7 +144,7 @@ def test_other_architectures(architecture: str, on_device: list[OperatorRecorder
     base = tiny_model(tmp_path / "base", architecture)
     targets = "all-linear"
     names = {"adapter": make_adapter(base, tmp_path / "adapter", targets=targets, seed=2)}
-    engine = start(base, names, cuda_graphs="all", slots=1, max_num_seqs=2)
+    engine = start(base, names, slots=1, max_num_seqs=2)
     ask_for(engine, "adapted", "adapter", count=4)
     ask_for(engine, "base", None, count=4)
     answers = finish(engine)
@@ -152,11 +154,11 @@ def test_other_architectures(architecture: str, on_device: list[OperatorRecorder
 
 
 def test_base_rows_do_not_notice_which_adapters_their_batch_has(
-    on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names, monkeypatch: pytest.MonkeyPatch
+    on_device: list[OperatorRecorder], base: Path, adapters: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits: list[list[Tensor]] = []
-    for neighbour in ("linear", "attention"):
-        engine = start(tiny_base, {name: adapters[name] for name in ("linear", "attention")})
+    for neighbour in ("linear", "rslora"):
+        engine = start(base, {name: adapters[name] for name in ("linear", "rslora")}, max_num_seqs=3)
         logits.append([])
         run = engine.runner.run
 
@@ -167,17 +169,17 @@ def test_base_rows_do_not_notice_which_adapters_their_batch_has(
 
         engine.runner.run = record  # type: ignore[method-assign, assignment]
         for request_id, name in (("one", neighbour), ("two", neighbour), ("base", None)):
-            ask_for(engine, request_id, name, count=3)
+            ask_for(engine, request_id, name, size=2, count=3)
         finish(engine)
         assert engine.runner.num_replays == 2
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
 
 
 def test_no_step_launches_a_kernel_that_was_not_compiled_at_start(
-    on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names, monkeypatch: pytest.MonkeyPatch
+    on_device: list[OperatorRecorder], base: Path, adapters: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `compile_kernels` compiles on a device, before any adapter is loaded."""
-    engine = start(tiny_base, {}, cuda_graphs="all", max_num_batched_tokens=32)
+    engine = start(base, {}, cuda_graphs="all", max_num_seqs=2, max_num_batched_tokens=32)
     known = {launch.variant for launch in engine.runner.kernel_launches()}
     launched: Counter[Any] = Counter()
     plain_run: Callable[[Launch], None] = Launch.run
@@ -199,82 +201,23 @@ def test_no_step_launches_a_kernel_that_was_not_compiled_at_start(
     assert not [variant for variant in launched if variant not in known]
 
 
-def test_settings_leave_graphs_out(on_device: list[OperatorRecorder], tiny_base: Path, adapters: Names) -> None:
-    none = start(tiny_base, {}, cuda_graphs="none")
+def test_settings_leave_graphs_out(on_device: list[OperatorRecorder], base: Path, adapters: Names) -> None:
+    none = start(base, {}, cuda_graphs="none")
     ask_for(none, "a", None)
     finish(none)
     assert none.runner.num_replays == 0
-    small = start(tiny_base, {}, slots=0, max_graph_seqs=1)
+    small = start(base, {}, slots=0, max_graph_seqs=1)
     assert on_device[-1].num_recordings == 1
     for index in range(2):
         ask_for(small, str(index), None, count=2 + 2 * index)
     answers = finish(small)
     # While both run, steps are larger than the graph.
     assert small.runner.num_replays == 2
-    assert answers["1"].tokens == expected(tiny_base, {}, None, count=4)
+    assert answers["1"].tokens == expected(base, {}, None, count=4)
 
 
-def test_without_a_device_nothing_is_captured(tiny_base: Path, tiny_adapters: Names) -> None:
-    engine = make_engine(tiny_base, {})
+def test_without_a_device_nothing_is_captured(base: Path) -> None:
+    engine = make_engine(base, {})
     engine.warm_up()
     assert engine.runner.num_replays == 0
     assert engine.runner.kernel_launches() == []
-
-
-# Sizes and buffers
-
-
-def test_row_buckets_are_few_and_near() -> None:
-    assert row_buckets(64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
-    assert row_buckets(1) == (1,)
-    assert row_buckets(7) == (1, 2, 4, 7)
-    assert row_buckets(300)[-3:] == (192, 256, 300)
-    for most in range(1, 300):
-        buckets = row_buckets(most)
-        assert list(buckets) == sorted(set(buckets))
-        assert buckets[-1] == most
-        for rows in range(1, most + 1):
-            found = smallest(buckets, rows)
-            assert found is not None
-            assert rows <= found <= 2 * rows
-        assert smallest(buckets, most + 1) is None
-
-
-def test_block_buckets_reach_the_longest_text() -> None:
-    assert block_buckets(2048, 16) == (128,)
-    assert block_buckets(4096, 16) == (256,)
-    assert block_buckets(131072, 16) == (256, 1024, 4096, 8192)
-    assert block_buckets(4097, 100) == (41,)
-
-
-@pytest.mark.parametrize(
-    ("setting", "has_lora", "kinds"),
-    [
-        ("none", True, ()),
-        ("common", True, (Adapted.NOTHING, Adapted.LAYERS)),
-        ("all", True, (Adapted.NOTHING, Adapted.LAYERS, Adapted.EVERYTHING)),
-        ("all", False, (Adapted.NOTHING,)),
-    ],
-)
-def test_kinds_of_graphs(setting: str, has_lora: bool, kinds: Sequence[Adapted]) -> None:
-    sizes = GraphSizes.choose(setting, max_rows=8, max_model_len=8192, block_size=16, has_lora=has_lora)
-    assert sizes.adapted == tuple(kinds)
-    assert sizes.num_graphs == 4 * 2 * len(kinds)
-    assert next(iter(sizes.tables)) == (8, 512)
-
-
-def test_buffers_are_written_in_place_and_pending_tokens_put_where_they_are_read() -> None:
-    def rows(first: int) -> tuple[Any, Any, Any]:
-        return np.arange(first, first + 3), np.arange(3) + 10, np.arange(12) + first
-
-    buffers = upload_step(*rows(0), CPU)
-    addresses = [view.data_ptr() for view in buffers]
-    again = upload_step(*rows(5), CPU, buffers)
-    assert [view.data_ptr() for view in again] == addresses
-    assert again.token_ids.tolist() == [5, 6, 7]
-    assert again.positions.tolist() == [10, 11, 12]
-    assert again.write_rows.tolist() == list(range(5, 17))
-    fill_pending(again.token_ids, PendingTokens(torch.tensor([70, 80]), np.array([0, 2]), np.array([1, 0])))
-    assert again.token_ids.tolist() == [80, 6, 70]
-    with pytest.raises(AssertionError, match="do not fill"):
-        upload_step(*rows(0), CPU, again._replace(buffer=again.buffer[:4]))

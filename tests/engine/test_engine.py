@@ -139,7 +139,7 @@ def test_base_requests_get_the_same_logits_bit_for_bit_with_lora_on(start: Start
             into.append(run(batch).clone())
             return into[-1]
 
-        engine.runner.run = record  # type: ignore[method-assign]
+        engine.runner.run = record  # type: ignore[method-assign, assignment]
         for size in (3, 20):
             ask(engine, str(size), None, size)
         finish(engine)

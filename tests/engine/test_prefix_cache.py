@@ -149,7 +149,7 @@ def test_preempted_requests_take_up_what_they_had_computed(start: Start, referen
         num_tokens += batch.num_tokens
         return run(batch)
 
-    engine.runner.run = count  # type: ignore[method-assign]
+    engine.runner.run = count  # type: ignore[method-assign, assignment]
     names = (None, "a", "b", "c")
     for name in names:
         ask(engine, str(name), name, "p24")
@@ -264,7 +264,7 @@ def test_base_requests_get_the_same_logits_bit_for_bit_with_lora_on(start: Start
             into.append(run(batch).clone())
             return into[-1]
 
-        engine.runner.run = record  # type: ignore[method-assign]
+        engine.runner.run = record  # type: ignore[method-assign, assignment]
         for text in ("p39", "q39", "p39"):
             answer_alone(engine, None, text)
     assert len(logits[0]) == 3 * NUM_TOKENS

@@ -149,7 +149,7 @@ def test_base_requests_get_the_same_logits_bit_for_bit_with_lora_on(
             into.append(run(batch).clone())
             return into[-1]
 
-        engine.runner.run = record  # type: ignore[method-assign]
+        engine.runner.run = record  # type: ignore[method-assign, assignment]
         answers_of(engine, [(None, 3), (None, 20)])
     assert len(logits[0]) == NUM_TOKENS
     assert all(torch.equal(off, on) for off, on in zip(*logits, strict=True))

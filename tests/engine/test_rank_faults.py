@@ -47,8 +47,10 @@ def watch(engine: LLMEngine, timeout_s: float) -> None:
         time.sleep(0.01)
 
 
-def test_what_ranks_listen_on_is_not_to_be_seen_from_elsewhere(start: Start) -> None:
-    start({})
+def test_what_ranks_listen_on_is_not_to_be_seen_from_elsewhere(start: Start, tiny_base: Path) -> None:
+    engine = start({}, slots=0)
+    ask(engine, "without adapters", None, 12)
+    assert finish(engine)["without adapters"].tokens == peft_answers(tiny_base, {})(None, 12)
     (rank,) = ranks()
     for process in (psutil.Process(), rank):
         listening = [one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
@@ -83,7 +85,9 @@ def test_a_step_ends_when_a_rank_hangs(start: Start) -> None:
 
 
 def test_a_rank_that_fails_is_named_with_its_reason(start: Start) -> None:
-    engine = start({})
+    engine = start({}, dtype="bfloat16")
+    ask(engine, "before", None, 7)
+    assert finish(engine)["before"].reason == "length"
     (rank,) = ranks()
     message = rf"rank 1 \(process {rank.pid}\) failed: AttributeError: .*no_such_method"
     with pytest.raises(EngineDead, match=message):

@@ -6,7 +6,7 @@ from tests.fuzz.drive import Fuzz
 from tests.fuzz.world import QuietRuns, World
 
 STEPS = 20_000
-STEPS_OF_RANKS = 2_000
+STEPS_OF_RANKS = 1_500
 
 
 def test_no_answer_differs_from_a_quiet_run(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def recorded(engine: LLMEngine) -> Iterator[list[Tensor]]:
         found.append(logits.clone())
         return logits
 
-    engine.runner.run = record  # type: ignore[method-assign]
+    engine.runner.run = record  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:

@@ -47,7 +47,7 @@ def test_the_script_checks_every_operation_under_the_interpreter() -> None:
         env={**environment, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json_lines(result.stdout)[-1]

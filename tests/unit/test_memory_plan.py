@@ -130,7 +130,7 @@ def test_whatever_is_said_to_be_enough_is_enough(
             name, value = found.groups()
             number = float(value) if name == "gpu_memory_utilization" else int(value)
             assert number != getattr(settings, name)
-            changed, tried = replace(settings, **{name: number}), sizes
+            changed, tried = replace(settings, **{name: number}), sizes  # type: ignore[arg-type]
         plan_memory(tried, changed, device=device, free_bytes=free)
 
 

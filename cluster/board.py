@@ -133,7 +133,7 @@ class Board:
             return Order([], [])
         cost = self._costs(adapter, mib, prefix_ms)
         full = self._in_flight >= self._capacity
-        group = (self._in_flight >= self._cap()).astype(np.int8) + 2 * full.astype(np.int8)
+        group = (self._in_flight >= self._cap()).view(np.int8) + 2 * full.view(np.int8)
         excluded = self._hopeless(adapter)
         if len(excluded) == len(self.replica_ids):
             excluded = []
@@ -202,7 +202,8 @@ class Board:
             # Few have an adapter in memory and not in a slot: asking each replica's own set beats an index of all.
             near = [index for index, names in enumerate(self._in_memory) if adapter in names]
             cost += disk_ms
-            cost[near] = np.broadcast_to(host_ms, cost.shape)[near]
+            if near:
+                cost[near] = host_ms if isinstance(host_ms, float) else host_ms[near]
         if "ahead" not in self.settings.without:
             cost += self._num_loading * host_ms
         cost += self._evict_ms

@@ -42,7 +42,7 @@ class PlacementSettings:
 
     load_cap: float = 1.25
     """A replica above this many times the mean requests in flight is passed over while another is below; 0: no cap."""
-    cap_slack: float = 1.0
+    cap_slack: float = 1.3
     """Added to the cap, times the square root of the mean: what chance alone does to a queue is no imbalance."""
     wait_ms: float = 5.0
     """Cost of one request in flight: what a further sequence in the batch slows the others by, over an answer."""

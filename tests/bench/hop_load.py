@@ -1,6 +1,7 @@
 """Calls to the applications of `bench_hop`, and the processor time that they cost."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ class Front:
     def _measured(self, run: Callable[[], list[Ends]]) -> Cost:
         before = cpu_s(self._hop)
         ends = run()
-        spent_s = cpu_s(self._hop) - before
+        spent_s = sum(seconds - before.get(pid, 0.0) for pid, seconds in cpu_s(self._hop).items())
         seconds = sorted(end.seconds for end in ends)
         return Cost(spent_s, seconds[len(seconds) // 2], sum(end.num_chunks for end in ends))
 
@@ -137,15 +138,14 @@ def _check(tokens: list[int], num_tokens: int) -> None:
     require(tokens == [TOKEN_ID] * num_tokens, f"expected {num_tokens} tokens, found {tokens}")
 
 
-def cpu_s(hop: Hop) -> float:
-    """Processor seconds so far of Ray's workers that calls pass through: idle ones add next to nothing."""
-    total = 0.0
+def cpu_s(hop: Hop) -> dict[int, float]:
+    """Processor seconds so far of Ray's workers that calls pass through, by process: idle ones add next to nothing."""
+    found = {}
     for process in psutil.Process(hop.cluster.pid).children(recursive=True):
-        try:
+        # One that ends in the meantime has no part in this.
+        with contextlib.suppress(psutil.Error):
             name = "".join(process.cmdline()[:1])
             if name.startswith("ray::") and "Controller" not in name:
                 times = process.cpu_times()
-                total += times.user + times.system
-        except psutil.Error:
-            continue
-    return total
+                found[process.pid] = times.user + times.system
+    return found

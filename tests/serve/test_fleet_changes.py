@@ -24,7 +24,7 @@ AUTOSCALING = {
     "max_replicas": 2,
     "target_ongoing_requests": 4,
     "upscale_delay_s": 0.2,
-    "downscale_delay_s": 3,
+    "downscale_delay_s": 5,
     "downscale_to_zero_delay_s": 60,
     "look_back_period_s": 2,
 }
@@ -83,11 +83,12 @@ def test_a_replica_that_comes_has_its_share_in_slots_before_its_first_request(fl
     (first,) = fleet.replicas(1)
     # Asked for, so that there is a share for whoever comes.
     assert {answer[0] for name in NAMES for answer in fleet.stream(name, 1).result()} == {first}
-    fleet.stream("", round(30 / TOKEN_S), 12)
+    load = fleet.stream("", round(20 / TOKEN_S), 12)
     new = next(name for name in fleet.replicas(2, 60) if name != first)
     eventually(lambda: any(answer[0] == new for name in NAMES for answer in fleet.stream(name, 1).result()), 60)
     warm = fleet.ask("at_first_request", session=f"replica:{new}")
     assert 0 < len(warm) <= NUM_SLOTS
+    load.result(timeout_s=60)
 
 
 def test_many_requests_for_one_cold_adapter_load_it_once_on_a_replica(fleet: SlotFleet) -> None:

@@ -53,7 +53,8 @@ def build(args: dict[str, Any]) -> Application:
     ingress = serve.deployment(serve.ingress(None)(Ingress), name="Ingress", max_ongoing_requests=1024)
     base = BaseModelCard(settings.base_name, root=settings.model, created=int(time.time()))
     enable_lora = settings.lora_config.enable_lora
-    return ingress.bind(engine.bind(settings.model_dump(mode="json")), base, enable_lora=enable_lora)
+    access = settings.access
+    return ingress.bind(engine.bind(settings.model_dump(mode="json")), base, enable_lora=enable_lora, access=access)
 
 
 def router_settings(settings: AppSettings) -> dict[str, Any]:

@@ -1,25 +1,46 @@
 """`Ingress`: the application's front door, for HTTP (`deployments.http_api`) and for handle calls alike."""
 
-import uuid
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+import msgspec
 from fastapi import FastAPI
 from pydantic import ValidationError
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.access import AccessSettings
 from cluster.fleet import FleetTable, LoadOutcome
+from cluster.quotas import TenantQuotas
 from deployments.adapter_card import status_body
 from deployments.answer import Answer
+from deployments.caller_context import current_caller
 from deployments.directory import ModelDirectory
 from deployments.engine_handle import EngineHandle
+from deployments.gate import Gate
 from deployments.generation import GenerateCall, GenerateChunk
 from deployments.http_api import http_app
 from deployments.http_errors import STATUS_ERRORS, describe_validation
-from deployments.openai_api import ChatCompletionRequest, CompletionRequest, GenerationRequest, model_card
+from deployments.key_store import KeyStore
+from deployments.openai_api import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TextRequest,
+    TokensRequest,
+    model_card,
+    tokens_body,
+)
+from deployments.request_id import new_call_id
+from deployments.tenant_service import as_tenants_see
+from deployments.text_calls import TokensCall
+from deployments.tokenizer_handle import TokenizerHandle
 from lora_core.errors import InvalidRequest, LoRADisabled, LoRAFleetError
 from lora_core.types import LoRAStatus
+
+logger = logging.getLogger(__name__)
 
 
 class BaseModelCard(NamedTuple):
@@ -43,18 +64,34 @@ class Ingress:
         engine: Handle of the engine deployment.
         base: The base model's card.
         enable_lora: Whether adapters are served.
+        access: Its keys and tenants; unset: none.
     """
 
-    def __init__(self, engine: DeploymentHandle, base: BaseModelCard, *, enable_lora: bool) -> None:
+    def __init__(
+        self, engine: DeploymentHandle, base: BaseModelCard, *, enable_lora: bool, access: AccessSettings | None = None
+    ) -> None:
         self._engine = EngineHandle(engine)
+        self._tokenizer = TokenizerHandle(engine)
         self._base = base
         self._enable_lora = enable_lora
+        self._access = access or AccessSettings()
+        self._keys = KeyStore(self._access)
+        if self._keys.is_empty:
+            logger.warning(
+                "no keys: only this machine is answered, and whoever is on it may do everything; access.keys_file or "
+                "the variable %s gives it keys",
+                self._access.keys_variable,
+            )
         self._directory = ModelDirectory(base.name, self._engine.router_name)
         self._directory.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once the replica is constructed."""
-        return http_app(self)
+        # Unset while the number of ingress replicas is Serve's to choose.
+        quotas = TenantQuotas(self._access.tenants, num_sharing=lambda: serve.get_replica_context().world_size or 1)
+        app = http_app(as_tenants_see(self, self._base.name, self._access, quotas))
+        app.add_middleware(Gate, keys=self._keys, quotas=quotas, max_body_bytes=self._access.max_body_bytes)
+        return app
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer a chat (it has `messages`) or completion body in one object.
@@ -74,11 +111,14 @@ class Ingress:
             async for chunk in Answer(request).chunks(pieces):
                 yield chunk
 
-    async def load_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> LoadOutcome:
+    async def load_adapter(
+        self, lora_name: str, lora_path: str, load_inplace: bool = False, path_is_final: bool = False
+    ) -> LoadOutcome:
         """Load an adapter on every replica; returns when all live ones have it.
 
         With `load_inplace` it takes the place of the adapter of this name, if there is one: requests in flight finish
-        on the old weights, later ones get the new, and content that is served already changes nothing.
+        on the old weights, later ones get the new, and content that is served already changes nothing. With
+        `path_is_final` no link in the path is followed any more.
 
         Raises:
             AdapterNameTaken, InvalidAdapterPath, InvalidAdapter: why it was refused; what was served before still is,
@@ -87,7 +127,7 @@ class Ingress:
             EngineError: no replica is there, or one did not answer in time; nothing was changed.
         """
         self._check_enabled()
-        return await self._changed(await self._directory.router.load(lora_name, lora_path, load_inplace))
+        return await self._changed(await self._directory.router.load(lora_name, lora_path, load_inplace, path_is_final))
 
     async def unload_adapter(self, lora_name: str) -> LoadOutcome:
         """Stop serving an adapter; requests already accepted finish. Raises AdapterNotFound, LoRADisabled."""
@@ -121,13 +161,15 @@ class Ingress:
             async for piece in pieces:
                 yield piece
 
-    async def models(self) -> dict[str, dict[str, Any]]:
-        """Cards of the base model and of every adapter, by name."""
-        base = self._base
-        cards = {base.name: model_card(base.name, root=base.root, parent=None, created=base.created)}
+    async def models(self, is_wanted: Callable[[str], bool] | None = None) -> dict[str, dict[str, Any]]:
+        """Cards of the base model and of every adapter, or of those whose name is wanted, by name."""
+        base, cards = self._base, {}
+        if is_wanted is None or is_wanted(base.name):
+            cards[base.name] = model_card(base.name, root=base.root, parent=None, created=base.created)
         table = self._directory.table or await self._directory.refresh()
         for name, entry in sorted(table.adapters.items()) if table is not None else ():
-            cards[name] = model_card(name, root=entry.path, parent=base.name, created=base.created)
+            if is_wanted is None or is_wanted(name):
+                cards[name] = model_card(name, root=entry.path, parent=base.name, created=base.created)
         return cards
 
     async def model(self, name: str) -> dict[str, Any]:
@@ -137,6 +179,21 @@ class Ingress:
         status = None if name == self._base.name else await self._directory.describe(name)
         return card if status is None else {**card, "lora": status_body(status)}
 
+    async def pinned(self) -> set[str]:
+        """Names of pinned adapters."""
+        table = await self._directory.refresh()
+        return set() if table is None else {name for name, entry in table.adapters.items() if entry.pinned}
+
+    async def tokenize(self, request: TextRequest) -> dict[str, Any]:
+        """The token ids of a text or chat, as a request for the same would begin with. Raises AdapterNotFound."""
+        await self._resolve_optional(request.model)
+        return tokens_body(await self._tokenizer.tokenize(request.call()))
+
+    async def detokenize(self, request: TokensRequest) -> dict[str, Any]:
+        """The text of token ids, special ones included. Raises AdapterNotFound."""
+        await self._resolve_optional(request.model)
+        return {"prompt": await self._tokenizer.detokenize(TokensCall(request.tokens))}
+
     async def num_replicas(self) -> int:
         """Replicas that can serve now: those that have applied the adapter changes they found when they joined."""
         table = self._directory.table
@@ -144,13 +201,19 @@ class Ingress:
             table = await self._directory.refresh()
         return 0 if table is None else _num_joined(table)
 
+    async def _resolve_optional(self, name: str | None) -> None:
+        if name is not None:
+            await self._directory.resolve(name)
+
     def _check_enabled(self) -> None:
         if not self._enable_lora:
             raise LoRADisabled("this server runs with enable_lora: false; set it to true to serve adapters")
 
     async def _call(self, request: GenerationRequest) -> GenerateCall:
         model = await self._directory.resolve(request.model)
-        return request.call(uuid.uuid4().hex, model.lora_name, model.epoch)
+        call = request.call(new_call_id(), model.lora_name, model.epoch)
+        # How long a prompt takes must not tell what other tenants have asked.
+        return msgspec.structs.replace(call, cache_salt=current_caller().tenant or "")
 
     async def _changed(self, outcome: LoadOutcome) -> LoadOutcome:
         await self._directory.refresh()

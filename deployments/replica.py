@@ -17,6 +17,8 @@ from deployments.engine_client import EngineClient
 from deployments.generation import GenerateCall, GenerateChunk, Refusal
 from deployments.generator import Generator
 from deployments.router_client import RouterClient
+from deployments.text_calls import TextCall, TextTokens, TokensCall
+from deployments.tokenization import Tokenization
 from deployments.tokenizer import ModelTokenizer
 from lora_core.config import EngineConfig
 from lora_core.errors import AdapterError, AdapterLost, InvalidRequest
@@ -53,7 +55,9 @@ class EngineReplica:
         tokenizer_task = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
         try:
             self._ready = await client.start(app.replica.start_timeout_s)
-            self._generator = Generator(client, self._ready, await tokenizer_task)
+            tokenizer = await tokenizer_task
+            self._generator = Generator(client, self._ready, tokenizer)
+            self._texts = Tokenization(tokenizer, self._ready)
             self._follower = await self._join(client, self._ready, app.router.change_timeout_s)
         except BaseException:
             tokenizer_task.cancel()
@@ -84,6 +88,20 @@ class EngineReplica:
                     yield chunk
         except (InvalidRequest, AdapterError) as error:
             yield Refusal(kind=type(error).__name__, message=str(error))
+
+    async def tokenize(self, call: TextCall) -> TextTokens | Refusal:
+        """The tokens of a text or chat, or why there are none."""
+        try:
+            return await self._texts.tokenize(call)
+        except InvalidRequest as error:
+            return Refusal(kind=type(error).__name__, message=str(error))
+
+    async def detokenize(self, call: TokensCall) -> str | Refusal:
+        """The text of tokens, or why there is none."""
+        try:
+            return await self._texts.detokenize(call)
+        except InvalidRequest as error:
+            return Refusal(kind=type(error).__name__, message=str(error))
 
     async def router_name(self) -> str:
         """Ray name of the router actor."""

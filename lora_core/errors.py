@@ -16,6 +16,11 @@
     ├── ConfigError               a setting that cannot work, found at start
     │   └── UnsupportedModel      the base model's architecture is not declared
     ├── ReplicaUnknown            the router actor does not know the replica that speaks; no client sees it
+    ├── AccessRefused             what a caller may not do
+    │   ├── KeyRefused            no key, or one that nobody has
+    │   └── NotPermitted          the key is right, and does not reach so far
+    ├── TryLater                  nothing is wrong with the request; sent again after `retry_after_s` it may succeed
+    │   └── RateLimited           a tenant is over one of its quotas
     └── EngineError
         ├── EngineDead            the engine process is gone or no longer makes progress
         │   └── EngineUnavailable it was so before the request reached it
@@ -75,6 +80,35 @@ class UnsupportedModel(ConfigError):
 
 class ReplicaUnknown(LoRAFleetError):
     """The router does not know this replica (its lease ran out, or the router restarted): register again."""
+
+
+class AccessRefused(LoRAFleetError):
+    """The caller may not do this; the message says what may."""
+
+
+class KeyRefused(AccessRefused):
+    """There is no key, or nobody has this one."""
+
+
+class NotPermitted(AccessRefused):
+    """The key is right and does not reach so far; the message says whose does."""
+
+
+class TryLater(LoRAFleetError):
+    """Nothing is wrong with the request, and sent again later it may succeed.
+
+    Args:
+        message: The sentence.
+        retry_after_s: Seconds after which it is worth trying again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(TryLater):
+    """A tenant is over one of its quotas; the message names it, its value, and who can raise it."""
 
 
 class EngineError(LoRAFleetError):

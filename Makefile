@@ -12,8 +12,8 @@ INSTALLED := $(VENV)/.installed
 TRITON36 := .make/triton36
 PEERS := .make/peers
 
-.PHONY: setup serve check test smoke cases fuzz chaos kernels-static test-triton36 tune \
-	bench-decode bench-peers bench-load bench-fair bench-affinity bench-hop bench-placement bench-sampler bench-kernels-cpu profile demo-adapters clean
+.PHONY: setup serve check test smoke tenants cases fuzz chaos kernels-static test-triton36 tune \
+	bench-decode bench-peers bench-load bench-fair bench-affinity bench-hop bench-placement bench-sampler bench-kernels-cpu profile demo-adapters configuration-page clean
 
 setup: $(INSTALLED)
 
@@ -50,6 +50,10 @@ $(TRITON36)/.installed: $(INSTALLED)
 
 smoke: setup
 	$(BIN)/python -m tests.serve.smoke
+
+# Every known way to see or change what is another tenant's, on a real fleet (ARGUMENTS=--adapters=300 for a short run).
+tenants: setup
+	$(BIN)/python -m tests.tenants $(ARGUMENTS)
 
 cases: setup
 	$(BIN)/python -m tests.cases
@@ -111,3 +115,6 @@ demo-adapters: setup
 
 clean:
 	rm -rf $(VENV) .make .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+configuration-page: setup
+	$(BIN)/python -m cluster.configuration_page > docs/configuration.md

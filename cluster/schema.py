@@ -2,14 +2,16 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from cluster.access import AccessSettings
 from cluster.progress import Deadlines
 from lora_core.config import EngineSettings, LoRAConfig, Settings
 from lora_core.errors import ConfigError
+from lora_core.sources import AdapterSources
 
 DEMO_MODEL = "demo"
 """`model: demo` is SmolLM2-135M-Instruct from a Python package (`cluster.demo.base_model`)."""
@@ -119,6 +121,7 @@ class AppSettings(Settings):
     queue: QueueSettings = QueueSettings()
     router: RouterSettings = RouterSettings()
     watchdog: WatchdogSettings = WatchdogSettings()
+    access: AccessSettings = AccessSettings()
 
     @model_validator(mode="after")
     def _files_come_before_deadlines(self) -> "AppSettings":
@@ -128,6 +131,24 @@ class AppSettings(Settings):
                 raise ValueError(
                     f"watchdog.{name} is {deadline_s:g} and lora_config.read_timeout_s {read_s:g}: requests that wait "
                     "for an adapter's files would be taken for stalled; the deadline must be the longer one"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _tenants_stay_within_sources(self) -> "AppSettings":
+        allowed = self.lora_config.sources
+        for name, tenant in self.access.tenants.items():
+            if tenant.sources and allowed is None:
+                raise ValueError(
+                    f"access.tenants.{name}.sources needs lora_config.sources, within which replicas open folders; "
+                    "list there all places that adapters may come from"
+                )
+            within = AdapterSources(allowed or (), "lora_config.sources")
+            outside = [source for source in tenant.sources if not within.includes(source)]
+            if outside:
+                raise ValueError(
+                    f"access.tenants.{name}.sources has {outside[0]!r}, which is not within lora_config.sources; "
+                    "add it there, or remove it here"
                 )
         return self
 
@@ -141,16 +162,33 @@ class AppSettings(Settings):
         return self.model.rstrip("/").rsplit("/", 1)[-1].partition("@")[0]
 
 
+class SettingsFault(NamedTuple):
+    """One fault of `args`."""
+
+    where: tuple[int | str, ...]
+    """Keys and indices that lead to it; empty where it concerns several sections."""
+    sentence: str
+
+
 def parse_settings(args: dict[str, Any]) -> AppSettings:
     """Check `args`, reporting every fault at once.
 
     Raises:
-        ConfigError: one line per fault, each with the path of its key.
+        ConfigError: one sentence per fault, each with the path of its key.
     """
+    settings, faults = check_settings(args)
+    if settings is None:
+        shown = [".".join(map(str, where)) + ": " + sentence if where else sentence for where, sentence in faults]
+        raise ConfigError("args: " + "; ".join(shown))
+    return settings
+
+
+def check_settings(args: Any) -> tuple[AppSettings | None, list[SettingsFault]]:
+    """The settings, or all that is wrong with them."""
     try:
-        return AppSettings.model_validate(args)
+        return AppSettings.model_validate(args), []
     except ValidationError as error:
-        raise ConfigError("args: " + "; ".join(_fault(item) for item in error.errors())) from None
+        return None, [SettingsFault(item["loc"], _sentence(item)) for item in error.errors()]
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
@@ -161,20 +199,20 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     return f"unknown key {key!r}; {hint}"
 
 
-def _fault(item: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in item["loc"])
+def _sentence(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden":
-        return f"{where}: {unknown_key(str(item['loc'][-1]), _keys_beside(item['loc']))}"
+        return unknown_key(str(item["loc"][-1]), _keys_beside(item["loc"]))
     found = item["input"]
     shown = f" (found {found!r})" if isinstance(found, str | int | float | bool) else ""
-    return f"{where}: {item['msg'].removeprefix('Value error, ')}{shown}"
+    return item["msg"].removeprefix("Value error, ") + shown
 
 
 def _keys_beside(loc: tuple[int | str, ...]) -> Iterable[str]:
-    section: type[BaseModel] = AppSettings
+    section: Any = AppSettings
     for part in loc[:-1]:
-        inner = section.model_fields[str(part)].annotation
-        assert isinstance(inner, type), "sections are plain classes"
-        assert issubclass(inner, BaseModel), "only a section can hold an unknown key"
-        section = inner
-    return section.model_fields
+        if get_origin(section) is dict:
+            section = get_args(section)[1]
+            continue
+        section = section.model_fields[str(part)].annotation
+    assert issubclass(section, BaseModel), "only a section can hold an unknown key"
+    return list(section.model_fields)

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from deployments.generation import GenerateChunk
+from deployments.generation import GenerateChunk, ToolCall
 from deployments.openai_api import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from deployments.token_scores import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
 
@@ -50,9 +50,9 @@ class Answer:
     def _choice(self, index: int, pieces: list[GenerateChunk]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         logprobs = self._logprobs(pieces)
-        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": pieces[-1].finish_reason}
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason(pieces[-1])}
         if self._chat:
-            choice["message"] = {"role": "assistant", "content": text}
+            choice["message"] = _message(text, pieces)
         else:
             choice["text"] = text
             if self._request.prompt_logprobs is not None:
@@ -65,10 +65,10 @@ class Answer:
         choice: dict[str, Any] = {
             "index": piece.index,
             "logprobs": self._logprobs([piece]),
-            "finish_reason": piece.finish_reason,
+            "finish_reason": finish_reason(piece),
         }
         if self._chat:
-            choice["delta"] = {"content": piece.text} if piece.text else {}
+            choice["delta"] = _delta(piece)
         else:
             choice["text"] = piece.text
         if self._request.return_token_ids:
@@ -101,6 +101,36 @@ class Answer:
         chat = "chat.completion.chunk" if stream else "chat.completion"
         kind = chat if self._chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self._created, "model": self._request.model}
+
+
+def finish_reason(last: GenerateChunk) -> str | None:
+    """Why an answer ended, in OpenAI's words; None where it goes on."""
+    return "tool_calls" if last.tool_calls and last.finish_reason == "stop" else last.finish_reason
+
+
+def _message(text: str, pieces: Sequence[GenerateChunk]) -> dict[str, Any]:
+    """The assistant's message of a whole answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning := "".join(piece.reasoning for piece in pieces):
+        message["reasoning_content"] = reasoning
+    if calls := [call for piece in pieces for call in piece.tool_calls]:
+        # OpenAI answers so where there is nothing to say beside the calls.
+        message |= {"content": text or None, "tool_calls": [_tool_call(call) for call in calls]}
+    return message
+
+
+def _delta(piece: GenerateChunk) -> dict[str, Any]:
+    """What a piece adds to the assistant's message."""
+    delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+    if piece.reasoning:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.tool_calls:
+        delta["tool_calls"] = [{"index": index, **_tool_call(call)} for index, call in enumerate(piece.tool_calls)]
+    return delta
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _usage(last: Sequence[GenerateChunk]) -> dict[str, Any]:

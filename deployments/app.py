@@ -63,8 +63,8 @@ def build(args: dict[str, Any]) -> Application:
     )
     base = BaseModelCard(settings.base_name, root=settings.model, created=int(time.time()))
     enable_lora = settings.lora_config.enable_lora
-    replicas = engine.bind(settings.model_dump(mode="json"))
-    return ingress.bind(replicas, base, enable_lora=enable_lora, queue=settings.queue)
+    replicas, access = engine.bind(settings.model_dump(mode="json")), settings.access
+    return ingress.bind(replicas, base, enable_lora=enable_lora, queue=settings.queue, access=access)
 
 
 def router_settings(settings: AppSettings) -> dict[str, Any]:

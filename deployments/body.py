@@ -31,7 +31,7 @@ NO_INFLUENCE = (
     "prompt_cache_key",
     "parallel_tool_calls",
 )
-"""Fields accepted and ignored: they never change an answer."""
+"""Fields accepted and ignored by bodies that do not read them: there they never change an answer."""
 
 RENAMED = {
     "guided_json": 'structured_outputs: {"json": ...}',

@@ -38,13 +38,15 @@ def up(
     os.environ.update(ENVIRONMENT)
     # Ray reads its environment when it is imported.
     from deployments.launcher import deployed
+    from deployments.serve_config import has_keys
 
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, _interrupt)
     try:
         with deployed(config, port=port, num_cpus=num_cpus, report=_report) as served:
             adapters = [path.partition("=")[0] for path in served.config.settings.lora_config.lora_paths]
-            print_requests(served.url, served.config.settings.base_name, adapters)
+            settings = served.config.settings
+            print_requests(served.url, settings.base_name, adapters, with_key=has_keys(settings, os.environ))
             variables = " ".join(f"{name}={value}" for name, value in JOINING.items())
             _report(f"for other Ray programs: {variables}, ray.init({served.cluster.address!r})")
             _report(f"metrics for Prometheus: {served.cluster.metrics_url}")
@@ -57,14 +59,15 @@ def up(
         _report("stopped")
 
 
-def print_requests(url: str, base: str, adapters: list[str]) -> None:
-    """Print the address, and requests to paste: the base model, an adapter, a streamed one."""
+def print_requests(url: str, base: str, adapters: list[str], *, with_key: bool) -> None:
+    """Print the address, and requests to paste: the base model, an adapter, a streamed one; all with a key, or none."""
     question = "What is the capital of France?"
     first, last = (adapters[0], adapters[-1]) if adapters else (base, base)
     typer.echo(f"\nServing {base} with {len(adapters)} adapters at {url}\n")
     for model, stream in ((base, False), (first, False), (last, True)):
         body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
         options = "-N " if stream else ""
+        options += '-H "Authorization: Bearer $LORA_FLEET_KEY" ' if with_key else ""
         text = json.dumps({**body, "stream": True} if stream else body)
         typer.echo(f"curl {options}{url}/v1/chat/completions -H 'Content-Type: application/json' -d '{text}'\n")
 

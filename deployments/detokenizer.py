@@ -20,17 +20,22 @@ class Detokenizer:
     """The text of one answer, token by token.
 
     Semantics: the pieces returned by `push` and `flush`, joined, are
-    `decode(prompt + output)[len(decode(prompt)):]` with special tokens left out, wherever the output is valid UTF-8.
+    `decode(prompt + output)[len(decode(prompt)):]` with special tokens left out (unless they are kept), wherever the
+    output is valid UTF-8.
     A character spread over several tokens is returned with the last of them; one that is never completed is returned
     by `flush`, as U+FFFD.
 
     Args:
         tokenizer: The base model's; shared, never changed.
         prompt_token_ids: The tokens before the answer, at least the last `MAX_CONTEXT` of them.
+        keep_special: Write special tokens, too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, keep_special: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = not keep_special
         self._settled = list(prompt_token_ids[-MAX_CONTEXT:])
         self._unsettled: list[int] = []
         self._stream = self._new_stream()
@@ -75,10 +80,10 @@ class Detokenizer:
 
     def _new_stream(self) -> DecodeStream:
         self._settled = self._context(self._settled)
-        return DecodeStream(ids=self._settled, skip_special_tokens=True)
+        return DecodeStream(ids=self._settled, skip_special_tokens=self._skip_special)
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
         return text
 
 
@@ -145,12 +150,19 @@ class AnswerWriter:
         prompt_token_ids: The tokens before the answer.
         stops: The stop strings.
         min_tokens: Stop strings are looked for in the text that comes after this many tokens.
+        keep_special: Write special tokens, too.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        *,
+        keep_special: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, keep_special=keep_special)
         self._matcher = StopMatcher(stops)
         self._num_unstoppable = min_tokens
 

@@ -16,6 +16,10 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """The adapter; unset is the base model."""
     messages: list[dict[str, Any]] | None = None
     """A chat, rendered with the model's own chat template."""
+    tools: list[dict[str, Any]] = []
+    """Functions the model may call, told by the chat template."""
+    one_tool_call: bool = False
+    """Of several calls in an answer only the first is told."""
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams = SamplingParams()
@@ -33,6 +37,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """The replica must have applied adapter changes up to this epoch first (read your own writes)."""
     streamed: bool = True
     """Whether somebody reads the answer as it comes; otherwise it is sent in few chunks."""
+    cache_salt: str = ""
+    """Its prefix is shared with calls of the same salt alone."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +86,15 @@ class SlotSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Slots taken by any generation."""
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """One function that the model wants called."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON."""
+
+
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The next piece of an answer: whole characters of text, and the tokens that have arrived since the last one."""
 
@@ -95,6 +110,10 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that were in the engine's prefix cache."""
+    reasoning: str = ""
+    """With tools, where the model's response template names it: what it thought."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls it wants made; in the last chunk."""
     completion_tokens: int = 0
     """Tokens generated up to and with this chunk."""
     snapshot: SlotSnapshot | None = None

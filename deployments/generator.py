@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -15,6 +16,7 @@ from deployments.merged_streams import merged
 from deployments.stream_pace import StreamPace
 from deployments.token_stream import TokenStream
 from deployments.tokenizer import ModelTokenizer
+from deployments.tool_calls import Spoken, ToolReader, tool_reader
 from lora_core import errors
 from lora_core.errors import EngineError, InvalidRequest, LoRAFleetError
 from lora_core.messages import (
@@ -73,7 +75,8 @@ class Generator:
             EngineDead: the engine ended, or no longer makes progress.
         """
         prompt = await self._prompt(call)
-        answers = [_Answer(index, call, prompt, self._tokenizer) for index in range(call.n)]
+        readers = await self._tool_readers(call)
+        answers = [_Answer(index, call, prompt, self._tokenizer, reader) for index, reader in enumerate(readers)]
         streams: list[TokenStream] = []
         # A stop string ends an answer when it is seen, and the engine goes on until then.
         is_read = call.streamed or bool(call.stop)
@@ -107,12 +110,20 @@ class Generator:
         self._check_stops(call)
         if not 1 <= call.n <= self._ready.max_num_seqs:
             raise InvalidRequest(
-                f"n is {call.n}; it must be from 1 to {self._ready.max_num_seqs} (max_num_seqs, the requests that one "
-                "engine runs at once)"
+                f"n is {call.n}; it must be from 1 to {self._ready.max_num_seqs} (engine.max_num_seqs, the requests "
+                "that one engine runs at once, which the operator of this server can raise)"
             )
         if call.sampling.logprobs is not None or call.sampling.prompt_logprobs is not None or call.echo:
             await self._prepare_words(call)
         return Prompt(token_ids, msgspec.structs.replace(call.sampling, max_tokens=self._max_tokens(call, token_ids)))
+
+    async def _tool_readers(self, call: GenerateCall) -> list[ToolReader | None]:
+        """For each answer what reads the calls in it; None where no tools were given."""
+        tokenizer = self._tokenizer
+        if not call.tools or call.messages is None or tokenizer is None:
+            return [None] * call.n
+        rendered = await asyncio.to_thread(tokenizer.render_chat, call.messages, call.tools)
+        return [tool_reader(tokenizer, rendered, call.tools) for _ in range(call.n)]
 
     async def _prepare_words(self, call: GenerateCall) -> None:
         if self._tokenizer is None:
@@ -127,7 +138,8 @@ class Generator:
         if num_characters > most:
             raise InvalidRequest(
                 f"the prompt has {num_characters} characters, which is over the context of {self._ready.max_model_len} "
-                "tokens however they are cut; shorten the prompt, or raise max_model_len"
+                "tokens however they are cut; shorten the prompt, or ask the operator of this server to raise "
+                "engine.max_model_len"
             )
         return num_characters
 
@@ -135,7 +147,7 @@ class Generator:
         if self._tokenizer is None:
             raise InvalidRequest("the base model's folder holds no tokenizer; send prompt_token_ids")
         if call.messages is not None:
-            return self._tokenizer.encode_chat(call.messages)
+            return self._tokenizer.encode_chat(call.messages, call.tools)
         assert call.prompt is not None, "one of the three is given"
         return self._tokenizer.encode(call.prompt)
 
@@ -162,7 +174,7 @@ class Generator:
         if num_prompt >= context:
             raise InvalidRequest(
                 f"the prompt has {num_prompt} tokens and the context holds {context}, the answer included; "
-                "shorten the prompt, or raise max_model_len"
+                "shorten the prompt, or ask the operator of this server to raise engine.max_model_len"
             )
         if call.max_tokens is None:
             return min(context - num_prompt, call.default_max_tokens or context)
@@ -172,7 +184,7 @@ class Generator:
             raise InvalidRequest(
                 f"the prompt has {num_prompt} tokens and max_tokens is {call.max_tokens}, together "
                 f"{num_prompt + call.max_tokens}; the context holds {context}: shorten the prompt, lower max_tokens, "
-                "or raise max_model_len"
+                "or ask the operator of this server to raise engine.max_model_len"
             )
         return call.max_tokens
 
@@ -180,8 +192,17 @@ class Generator:
 class _Answer:
     """The state of one answer between its chunks."""
 
-    def __init__(self, index: int, call: GenerateCall, prompt: Prompt, tokenizer: ModelTokenizer | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        call: GenerateCall,
+        prompt: Prompt,
+        tokenizer: ModelTokenizer | None,
+        reader: ToolReader | None = None,
+    ) -> None:
         self._index = index
+        self._reader = reader
+        self._most_calls = 1 if call.one_tool_call else None
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._num_tokens = 0
@@ -192,7 +213,14 @@ class _Answer:
         self._unwritten = ""
         self._writer: AnswerWriter | None = None
         if tokenizer is not None:
-            self._writer = AnswerWriter(tokenizer.backend, prompt.token_ids, call.stop, prompt.sampling.min_tokens)
+            self._writer = AnswerWriter(
+                tokenizer.backend,
+                prompt.token_ids,
+                call.stop,
+                prompt.sampling.min_tokens,
+                # Models may mark calls with special tokens.
+                keep_special=reader is not None,
+            )
             if call.echo:
                 self._unwritten = tokenizer.decode(prompt.token_ids) if call.prompt is None else call.prompt
 
@@ -208,11 +236,14 @@ class _Answer:
             self._prompt_scores = self._score_prompt(delta.prompt_logprobs)
         text, self._unwritten = self._unwritten + written.text, ""
         finish_reason = "stop" if written.stopped else delta.finish_reason
-        if self._writer is not None and not text and finish_reason is None:
+        spoken = Spoken(text)
+        if self._reader is not None:
+            spoken = self._reader.read(text, final=finish_reason is not None)
+        if self._writer is not None and not spoken.text and finish_reason is None:
             return None
-        return self._chunk(text, finish_reason)
+        return self._chunk(spoken, finish_reason)
 
-    def _chunk(self, text: str, finish_reason: FinishReason | None) -> GenerateChunk:
+    def _chunk(self, spoken: Spoken, finish_reason: FinishReason | None) -> GenerateChunk:
         """What has arrived since the last one."""
         self._num_tokens += len(self._token_ids)
         token_ids, self._token_ids = self._token_ids, []
@@ -220,7 +251,9 @@ class _Answer:
         prompt_scores, self._prompt_scores = self._prompt_scores, None
         asks = self._prompt.sampling.logprobs is not None
         return GenerateChunk(
-            text=text,
+            text=spoken.text,
+            reasoning=spoken.reasoning,
+            tool_calls=spoken.calls[: self._most_calls],
             token_ids=token_ids,
             index=self._index,
             scores=self._score(token_ids, logprobs) if asks else None,
@@ -259,7 +292,7 @@ def _request(index: int, call: GenerateCall, prompt: Prompt) -> GenerateRequest:
     sampling = prompt.sampling
     if sampling.seed is not None:
         sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, index))
-    return GenerateRequest(call.request_id, prompt.token_ids, sampling, call.lora_name)
+    return GenerateRequest(call.request_id, prompt.token_ids, sampling, call.lora_name, call.cache_salt)
 
 
 def _error_named(name: str, sentence: str) -> LoRAFleetError:
@@ -270,4 +303,5 @@ def _error_named(name: str, sentence: str) -> LoRAFleetError:
 def _num_characters(call: GenerateCall) -> int:
     if call.prompt is not None:
         return len(call.prompt)
-    return sum(len(str(message.get("content"))) for message in call.messages or () if isinstance(message, dict))
+    parts: list[Any] = [message.get("content") for message in call.messages or () if isinstance(message, dict)]
+    return sum(len(str(part)) for part in (*parts, *call.tools))

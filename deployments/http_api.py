@@ -2,15 +2,17 @@
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from importlib.metadata import version
 from typing import Any, Protocol
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cluster.fleet import LoadOutcome
-from deployments import http_errors
+from deployments import http_errors, request_id
 from deployments.adapter_card import outcome_body
 from deployments.alias_api import AliasService, alias_routes
 from deployments.answer import Answer
@@ -19,8 +21,11 @@ from deployments.openai_api import (
     AdapterNameRequest,
     ChatCompletionRequest,
     CompletionRequest,
+    ErrorBody,
     GenerationRequest,
     LoadAdapterRequest,
+    TextRequest,
+    TokensRequest,
 )
 from lora_core.types import LoRAStatus
 
@@ -34,7 +39,9 @@ class Service(AliasService, Protocol):
 
     def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]: ...
 
-    async def load_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> LoadOutcome: ...
+    async def load_adapter(
+        self, lora_name: str, lora_path: str, load_inplace: bool = False, path_is_final: bool = False
+    ) -> LoadOutcome: ...
 
     async def unload_adapter(self, lora_name: str) -> LoadOutcome: ...
 
@@ -42,16 +49,32 @@ class Service(AliasService, Protocol):
 
     async def unpin_adapter(self, lora_name: str) -> LoadOutcome: ...
 
-    async def models(self) -> dict[str, dict[str, Any]]: ...
+    async def models(self, is_wanted: Callable[[str], bool] | None = None) -> dict[str, dict[str, Any]]: ...
 
     async def model(self, name: str) -> dict[str, Any]: ...
+
+    async def pinned(self) -> set[str]: ...
+
+    async def tokenize(self, request: TextRequest) -> dict[str, Any]: ...
+
+    async def detokenize(self, request: TokensRequest) -> dict[str, Any]: ...
 
     async def num_replicas(self) -> int: ...
 
 
 def http_app(service: Service) -> FastAPI:
     """The routes of one service."""
-    app = FastAPI(title="lora-fleet", description="One base model in memory, a LoRA adapter per request.")
+    app = FastAPI(
+        title="lora-fleet",
+        description="One base model in memory, a LoRA adapter per request.",
+        version=version("lora-fleet"),
+        # Told to readers of the description; `deployments.gate` has looked at the key before.
+        dependencies=[Depends(HTTPBearer(auto_error=False))],
+        responses={
+            "4XX": {"model": ErrorBody, "description": "Refused, and why."},
+            "5XX": {"model": ErrorBody, "description": "A fault of the server."},
+        },
+    )
     http_errors.install(app)
 
     @app.post("/v1/chat/completions")
@@ -63,6 +86,16 @@ def http_app(service: Service) -> FastAPI:
     async def completions(request: CompletionRequest) -> Response:
         """Continue a text."""
         return await respond(service, request)
+
+    @app.post("/tokenize")
+    async def tokenize(request: TextRequest) -> dict[str, Any]:
+        """The token ids of a text or chat."""
+        return await service.tokenize(request)
+
+    @app.post("/detokenize")
+    async def detokenize(request: TokensRequest) -> dict[str, Any]:
+        """The text of token ids."""
+        return await service.detokenize(request)
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -97,7 +130,8 @@ def http_app(service: Service) -> FastAPI:
 
     app.include_router(alias_routes(service))
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> JSONResponse:
         """200 while at least one replica can serve."""
         replicas = await service.num_replicas()
@@ -129,8 +163,9 @@ async def events(
             async for chunk in Answer(request).chunks(_resume(first, rest)):
                 yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
         except Exception as error:
-            logger.warning("a stream ended early: %s: %s", type(error).__name__, error)
-            yield f"data: {json.dumps(http_errors.fault_of(error)[1])}\n\n"
+            body = request_id.stamped(http_errors.fault_of(error)[1])
+            logger.warning("a stream ended early: %s: %s", type(error).__name__, json.dumps(body))
+            yield f"data: {json.dumps(body)}\n\n"
         else:
             yield "data: [DONE]\n\n"
 

@@ -1,6 +1,7 @@
 """One table from faults to HTTP answers, all in OpenAI's error envelope."""
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from ray.serve.exceptions import BackPressureError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from deployments import request_id
 from deployments.openai_api import error_body
 from lora_core.errors import (
     AdapterError,
@@ -25,13 +27,18 @@ from lora_core.errors import (
     InvalidAdapter,
     InvalidAdapterPath,
     InvalidRequest,
+    KeyRefused,
     LoRADisabled,
     LoRAFleetError,
     NoReplica,
+    NotPermitted,
     QueueFull,
+    RateLimited,
     TryLater,
 )
 from lora_core.types import LoRAStatus
+
+logger = logging.getLogger(__name__)
 
 
 class Fault(NamedTuple):
@@ -58,6 +65,9 @@ FAULTS: dict[type[Exception], Fault] = {
     AdapterError: Fault(409, "invalid_request_error", "adapter_conflict"),
     ConfigError: Fault(500, "server_error"),
     EngineError: Fault(503, "server_error", "engine_unavailable"),
+    KeyRefused: Fault(401, "authentication_error", "invalid_api_key"),
+    NotPermitted: Fault(403, "permission_error", "not_permitted"),
+    RateLimited: Fault(429, "rate_limit_error", "rate_limit_exceeded"),
     QueueFull: Fault(429, "rate_limit_error", "queue_full"),
     AdapterLate: Fault(503, "server_error", "adapter_late"),
     NoReplica: Fault(503, "server_error", "no_replica"),
@@ -118,6 +128,9 @@ _NO_FIELD = ("body", "str", "int", "list")
 LONGEST_FOUND = 40
 """Characters of a wrong value that its refusal repeats."""
 
+LONGEST_LOGGED = 1000
+"""Characters of an error that its line in the log has."""
+
 
 def _found(fault: Mapping[str, Any]) -> str:
     """What was there instead: a plain value, or the kind of another one; nothing where the sentence says it."""
@@ -142,17 +155,27 @@ def install(app: FastAPI) -> None:
     """Make every error of `app` leave in the envelope."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
-        message, param = describe_validation(error)
-        return JSONResponse(error_body(message, kind="invalid_request_error", param=param), 400)
-
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-        return JSONResponse(error_body(str(error.detail), kind=kind), error.status_code, error.headers)
-
     @app.exception_handler(Exception)
     @app.exception_handler(LoRAFleetError)
-    async def known_error(_: Request, error: Exception) -> JSONResponse:
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        # What nobody foresaw is answered outside of all that has been set for the request.
+        with request_id.bound(request.scope):
+            return error_response(error)
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The answer to a request that ended with this, in the envelope; a line of the log says so under the same id."""
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, RequestValidationError):
+        message, param = describe_validation(error)
+        status, body = 400, error_body(message, kind="invalid_request_error", param=param)
+    elif isinstance(error, HTTPException):
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        status, headers, body = error.status_code, error.headers, error_body(str(error.detail), kind=kind)
+    else:
         fault, body = fault_of(error)
-        return JSONResponse(body, fault.status, retry_headers(error))
+        status, headers = fault.status, {"WWW-Authenticate": "Bearer"} if fault.status == 401 else retry_headers(error)
+    # As JSON: an id and a message may hold what a client sent.
+    logger.warning("request %s: %d: %s", json.dumps(request_id.current()), status, json.dumps(body)[:LONGEST_LOGGED])
+    return JSONResponse(request_id.stamped(body), status, headers)

@@ -1,30 +1,51 @@
 """`Ingress`: the application's front door, for HTTP (`deployments.http_api`) and for handle calls alike."""
 
-import uuid
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+import msgspec
 from fastapi import FastAPI
 from pydantic import ValidationError
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.access import AccessSettings
 from cluster.entry import AdapterEntry
 from cluster.fleet import Alias, AliasInFleet, FleetTable, LoadOutcome
+from cluster.quotas import TenantQuotas
 from cluster.schema import QueueSettings
 from cluster.status import AdapterReport, FleetReport, Page
+from deployments import request_id
 from deployments.adapter_card import status_body
 from deployments.answer import Answer
+from deployments.caller_context import current_caller
 from deployments.directory import ModelDirectory
 from deployments.engine_handle import EngineHandle
 from deployments.fleet_api import fleet_routes
 from deployments.fleet_status import MOST_ADAPTERS, FleetStatus
+from deployments.gate import Gate
 from deployments.generation import GenerateCall, GenerateChunk
 from deployments.http_api import http_app
 from deployments.http_errors import STATUS_ERRORS, describe_validation
-from deployments.openai_api import ChatCompletionRequest, CompletionRequest, GenerationRequest, model_card
+from deployments.key_store import KeyStore
+from deployments.openai_api import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TextRequest,
+    TokensRequest,
+    model_card,
+    tokens_body,
+)
+from deployments.tenant_service import as_tenants_see
+from deployments.text_calls import TokensCall
+from deployments.tokenizer_handle import TokenizerHandle
 from lora_core.errors import InvalidRequest, LoRADisabled, LoRAFleetError
 from lora_core.types import LoRAStatus
+
+logger = logging.getLogger(__name__)
 
 
 class BaseModelCard(NamedTuple):
@@ -49,6 +70,7 @@ class Ingress:
         base: The base model's card.
         enable_lora: Whether adapters are served.
         queue: How many requests may wait, and how long.
+        access: Its keys and tenants; unset: none.
     """
 
     def __init__(
@@ -58,18 +80,32 @@ class Ingress:
         *,
         enable_lora: bool,
         queue: QueueSettings | None = None,
+        access: AccessSettings | None = None,
     ) -> None:
         self._engine = EngineHandle(engine, queue)
+        self._tokenizer = TokenizerHandle(engine)
         self._base = base
         self._enable_lora = enable_lora
+        self._access = access or AccessSettings()
+        self._keys = KeyStore(self._access)
+        if self._keys.is_empty:
+            logger.warning(
+                "no keys: only this machine is answered, and whoever is on it may do everything; access.keys_file or "
+                "the variable %s gives it keys",
+                self._access.keys_variable,
+            )
         self._directory = ModelDirectory(base.name, self._engine.router_name)
         self._directory.start()
         self._status = FleetStatus(self._directory.router)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once the replica is constructed."""
-        app = http_app(self)
+        # Unset while the number of ingress replicas is Serve's to choose.
+        quotas = TenantQuotas(self._access.tenants, num_sharing=lambda: serve.get_replica_context().world_size or 1)
+        app = http_app(as_tenants_see(self, self._base.name, self._access, quotas))
         app.include_router(fleet_routes(self))
+        # Outside of all routes, also of those that come later.
+        app.add_middleware(Gate, keys=self._keys, quotas=quotas, max_body_bytes=self._access.max_body_bytes)
         return app
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -90,14 +126,17 @@ class Ingress:
             async for chunk in Answer(request).chunks(pieces):
                 yield chunk
 
-    async def load_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> LoadOutcome:
+    async def load_adapter(
+        self, lora_name: str, lora_path: str, load_inplace: bool = False, path_is_final: bool = False
+    ) -> LoadOutcome:
         """Load an adapter on every replica; returns when all live ones have it.
 
         Or, with status PARTIAL, when some have it, and the others, named in `behind`, could not get it for reasons of
         their own: they are asked again.
 
         With `load_inplace` it takes the place of the adapter of this name, if there is one: requests in flight finish
-        on the old weights, later ones get the new, and content that is served already changes nothing.
+        on the old weights, later ones get the new, and content that is served already changes nothing. With
+        `path_is_final` no link in the path is followed any more.
 
         Raises:
             AdapterNameTaken, InvalidAdapterPath, InvalidAdapter: why it was refused; what was served before still is,
@@ -106,7 +145,7 @@ class Ingress:
             EngineError: no replica is there, or one did not answer in time; nothing was changed.
         """
         self._check_enabled()
-        return await self._changed(await self._directory.router.load(lora_name, lora_path, load_inplace))
+        return await self._changed(await self._directory.router.load(lora_name, lora_path, load_inplace, path_is_final))
 
     async def unload_adapter(self, lora_name: str) -> LoadOutcome:
         """Stop serving an adapter; requests already accepted finish. Raises AdapterNotFound, LoRADisabled."""
@@ -184,16 +223,19 @@ class Ingress:
             async for piece in pieces:
                 yield piece
 
-    async def models(self) -> dict[str, dict[str, Any]]:
-        """Cards of the base model, of every adapter and of every alias, by name."""
-        base = self._base
-        cards = {base.name: model_card(base.name, root=base.root, parent=None, created=base.created)}
+    async def models(self, is_wanted: Callable[[str], bool] | None = None) -> dict[str, dict[str, Any]]:
+        """Cards of the base model, of every adapter and of every alias, or of those whose name is wanted, by name."""
+        base, cards = self._base, {}
+        if is_wanted is None or is_wanted(base.name):
+            cards[base.name] = model_card(base.name, root=base.root, parent=None, created=base.created)
         table = self._directory.table or await self._directory.refresh()
         for name, entry in sorted(table.adapters.items()) if table is not None else ():
-            cards[name] = model_card(name, root=entry.path, parent=base.name, created=base.created)
+            if is_wanted is None or is_wanted(name):
+                cards[name] = model_card(name, root=entry.path, parent=base.name, created=base.created)
         for name, alias in sorted(table.aliases.items()) if table is not None else ():
-            card = model_card(name, root=", ".join(alias.targets), parent=base.name, created=base.created)
-            cards[name] = {**card, "targets": alias.targets}
+            if is_wanted is None or is_wanted(name):
+                card = model_card(name, root=", ".join(alias.targets), parent=base.name, created=base.created)
+                cards[name] = {**card, "targets": alias.targets}
         return cards
 
     async def model(self, name: str) -> dict[str, Any]:
@@ -202,6 +244,21 @@ class Ingress:
         card = (await self.models())[name]
         status = None if name == self._base.name else await self._directory.describe(name)
         return card if status is None else {**card, "lora": status_body(status)}
+
+    async def pinned(self) -> set[str]:
+        """Names of pinned adapters."""
+        table = await self._directory.refresh()
+        return set() if table is None else {name for name, entry in table.adapters.items() if entry.pinned}
+
+    async def tokenize(self, request: TextRequest) -> dict[str, Any]:
+        """The token ids of a text or chat, as a request for the same would begin with. Raises AdapterNotFound."""
+        await self._resolve_optional(request.model)
+        return tokens_body(await self._tokenizer.tokenize(request.call()))
+
+    async def detokenize(self, request: TokensRequest) -> dict[str, Any]:
+        """The text of token ids, special ones included. Raises AdapterNotFound."""
+        await self._resolve_optional(request.model)
+        return {"prompt": await self._tokenizer.detokenize(TokensCall(request.tokens))}
 
     async def fleet(self) -> FleetReport:
         """The replicas, the epochs they are at, and the last changes that failed. Raises EngineError."""
@@ -222,17 +279,24 @@ class Ingress:
             table = await self._directory.refresh()
         return 0 if table is None else _num_joined(table)
 
+    async def _resolve_optional(self, name: str | None) -> None:
+        if name is not None:
+            await self._directory.resolve(name)
+
     def _check_enabled(self) -> None:
         if not self._enable_lora:
             raise LoRADisabled("this server runs with enable_lora: false; set it to true to serve adapters")
 
     async def _call(self, request: GenerationRequest) -> GenerateCall:
-        request_id = uuid.uuid4().hex
-        model = await self._directory.resolve(request.model, request_id)
+        call_id = request_id.new_call_id()
+        # A client that sends a request again under the same id gets the same of an alias's adapters.
+        model = await self._directory.resolve(request.model, request_id.current() or call_id)
         if model.lora_name is not None:
             # What an alias is asked is answered in the name of the adapter that answers.
             request.model = model.lora_name
-        return request.call(request_id, model.lora_name, model.epoch)
+        call = request.call(call_id, model.lora_name, model.epoch)
+        # How long a prompt takes must not tell what other tenants have asked.
+        return msgspec.structs.replace(call, cache_salt=current_caller().tenant or "")
 
     async def _changed(self, outcome: LoadOutcome) -> LoadOutcome:
         await self._directory.refresh()

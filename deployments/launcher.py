@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from cluster.base_model import locate_base_model
 from deployments.local_cluster import LocalCluster, port_is_free, ray_command, stop_session
 from deployments.ray_internals import forget_cluster
-from deployments.serve_config import ServeConfig, read_serve_config
+from deployments.serve_config import ServeConfig, has_keys, read_serve_config
 from lora_core.errors import ConfigError, LoRAFleetError
 
 Report = Callable[[str], None]
@@ -87,10 +87,15 @@ def deployed(
         ConfigError: the configuration is wrong, or its port is taken.
         DeploymentFailed: the application did not become healthy.
     """
-    config = read_serve_config(config_path)
+    config = read_serve_config(config_path, os.environ)
     if port is not None:
         config.content.setdefault("http_options", {})["port"] = port
     _check_port(config)
+    if not has_keys(config.settings, os.environ):
+        report(
+            "no keys: it listens on this machine alone, and whoever is on it may do everything; to let others in give "
+            f"it keys, in access.keys_file or the variable {config.settings.access.keys_variable}"
+        )
     locate_base_model(config.settings.model, report)
     report("starting Ray")
     with LocalCluster(num_cpus or max(os.cpu_count() or 1, math.ceil(config.num_cpus))) as cluster:

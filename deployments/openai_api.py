@@ -2,11 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from deployments.body import Body, NonEmpty
 from deployments.generation import GenerateCall
 from deployments.sampling_fields import NumLogprobs, SamplingFields, TokenId
+from deployments.text_calls import TextCall, TextTokens
+from deployments.tool_fields import MadeCall, ToolChoice, Tools
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of /v1/completions; chat answers fill the context."""
@@ -26,17 +28,26 @@ class ChatMessage(Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[MadeCall] | None = None
 
     @model_validator(mode="after")
     def _only_assistants_may_be_silent(self) -> "ChatMessage":
         if not self.content and self.content != "" and self.role != "assistant":
             raise ValueError(f"a message of role {self.role!r} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are an assistant's, and the message is of role {self.role!r}")
         return self
 
     def rendered(self) -> dict[str, Any]:
         """The message as chat templates expect it: text joined, `developer` under its older name, `system`."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        if self.role == "tool":
+            message |= {"tool_call_id": self.tool_call_id} if self.tool_call_id else {}
+            message |= {"name": self.name} if self.name else {}
+        return message
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -46,6 +57,9 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> "ChatCompletionRequest":
@@ -74,6 +88,8 @@ class ChatCompletionRequest(SamplingFields):
             request_id=request_id,
             lora_name=lora_name,
             messages=[message.rendered() for message in self.messages],
+            tools=rendered_tools(self.tools, self.tool_choice),
+            one_tool_call=self.parallel_tool_calls is False,
             sampling=self.sampling(self.num_logprobs, self.prompt_logprobs),
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
@@ -116,6 +132,49 @@ class CompletionRequest(SamplingFields):
 GenerationRequest = ChatCompletionRequest | CompletionRequest
 
 
+class TextRequest(Body):
+    """Body of POST /tokenize: a text or a chat (vLLM's fields)."""
+
+    model: NonEmpty | None = None
+    """Unset: the base model. All models have its tokenizer."""
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    """With what the tokenizer puts before a text; unset: yes for a text, no for a chat, whose template writes it."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TextRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected exactly one of prompt and messages")
+        return self
+
+    def call(self) -> TextCall:
+        """What a replica is asked."""
+        return TextCall(
+            prompt=self.prompt,
+            messages=None if self.messages is None else [message.rendered() for message in self.messages],
+            tools=rendered_tools(self.tools, None),
+            add_special_tokens=self.prompt is not None if self.add_special_tokens is None else self.add_special_tokens,
+            add_generation_prompt=self.add_generation_prompt,
+            with_names=self.return_token_strs,
+        )
+
+
+class TokensRequest(Body):
+    """Body of POST /detokenize."""
+
+    model: NonEmpty | None = None
+    tokens: list[TokenId]
+
+
+def rendered_tools(tools: Tools | None, choice: ToolChoice | None) -> list[dict[str, Any]]:
+    """Tools as chat templates expect them; none where none may be called."""
+    return [] if choice == "none" else [tool.rendered() for tool in tools or ()]
+
+
 class LoadAdapterRequest(Body):
     """Body of POST /v1/load_lora_adapter."""
 
@@ -131,6 +190,22 @@ class AdapterNameRequest(Body):
     lora_name: NonEmpty
 
 
+class ErrorDetail(BaseModel):
+    """What went wrong, in OpenAI's fields."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error envelope, with the id that the log and the header `X-Request-Id` have, too."""
+
+    error: ErrorDetail
+    request_id: str
+
+
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error envelope."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -139,3 +214,13 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
 def model_card(name: str, *, root: str, parent: str | None, created: int) -> dict[str, Any]:
     """One entry of GET /v1/models: `root` is where the weights come from, `parent` the base an adapter builds on."""
     return {"id": name, "object": "model", "created": created, "owned_by": "lora-fleet", "root": root, "parent": parent}
+
+
+def tokens_body(tokens: TextTokens) -> dict[str, Any]:
+    """Answer of POST /tokenize, in vLLM's fields."""
+    return {
+        "count": len(tokens.token_ids),
+        "max_model_len": tokens.max_model_len,
+        "tokens": tokens.token_ids,
+        "token_strs": tokens.names,
+    }

@@ -20,6 +20,8 @@ from deployments.generator import Generator
 from deployments.replica_metrics import ReplicaMetrics
 from deployments.router_client import RouterClient
 from deployments.stream_pace import StreamPace
+from deployments.text_calls import TextCall, TextTokens, TokensCall
+from deployments.tokenization import Tokenization
 from deployments.tokenizer import ModelTokenizer
 from deployments.watchdog import Watchdog
 from lora_core.config import EngineConfig
@@ -66,8 +68,10 @@ class EngineReplica:
         tokenizer_task = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
         try:
             self._ready = await client.start(app.replica.start_timeout_s)
+            tokenizer = await tokenizer_task
             pace = StreamPace(app.replica.stream_window_s)
-            self._generator = Generator(client, self._ready, await tokenizer_task, pace)
+            self._generator = Generator(client, self._ready, tokenizer, pace)
+            self._texts = Tokenization(tokenizer, self._ready)
             self._follower = await self._join(client, self._ready, app)
             deadlines, follower = app.watchdog.deadlines, self._follower
             self._watchdog = Watchdog(client, deadlines, follower.set_stalled, self._metrics.count_heal)
@@ -113,6 +117,20 @@ class EngineReplica:
         """
         await self._joined.wait_for(name, epoch, EPOCH_TIMEOUT_S)
         return await self._joined.warm(name)
+
+    async def tokenize(self, call: TextCall) -> TextTokens | Refusal:
+        """The tokens of a text or chat, or why there are none."""
+        try:
+            return await self._texts.tokenize(call)
+        except InvalidRequest as error:
+            return Refusal(kind=type(error).__name__, message=str(error))
+
+    async def detokenize(self, call: TokensCall) -> str | Refusal:
+        """The text of tokens, or why there is none."""
+        try:
+            return await self._texts.detokenize(call)
+        except InvalidRequest as error:
+            return Refusal(kind=type(error).__name__, message=str(error))
 
     async def router_name(self) -> str:
         """Ray name of the router actor."""

@@ -249,7 +249,7 @@ class AdapterRouter:
 
     # For whoever loads and unloads: each goes on when the caller stops waiting
 
-    async def load(self, name: str, path: str, load_inplace: bool = False) -> LoadOutcome:
+    async def load(self, name: str, path: str, load_inplace: bool = False, path_is_final: bool = False) -> LoadOutcome:
         """Serve the adapter at `path` under `name` on every live replica.
 
         Answers once every live replica has it: SUCCESS; or once some have it and the others cannot for reasons of their
@@ -265,11 +265,13 @@ class AdapterRouter:
             name: What requests will call it.
             path: A folder, in whatever spelling, or a Hub id.
             load_inplace: Replace what has the name.
+            path_is_final: No link is followed any more: whoever allowed this path has followed them all, and one that
+                stands there now has been put there since.
         """
         if not is_text(path):
             message = f"the adapter's path {path!r} is not text in UTF-8; name the folder otherwise"
             return LoadOutcome(status=LoRAStatus.LOAD_INVALID_PATH, message=message)
-        path = one_spelling(path)
+        path = path if path_is_final else one_spelling(path)
         try:
             check_name(name, self._base_name)
         except AdapterError as error:

@@ -99,9 +99,9 @@ class RouterClient:
 
     # For everyone
 
-    async def load(self, name: str, path: str, load_inplace: bool = False) -> LoadOutcome:
+    async def load(self, name: str, path: str, load_inplace: bool = False, path_is_final: bool = False) -> LoadOutcome:
         """Serve an adapter on every replica, see `AdapterRouter.load`. Survives the router actor's death."""
-        outcome: LoadOutcome = await self._call("load", name, path, load_inplace)
+        outcome: LoadOutcome = await self._call("load", name, path, load_inplace, path_is_final)
         return outcome
 
     async def pin(self, name: str) -> LoadOutcome:

@@ -1,6 +1,7 @@
 """`ModelTokenizer`: a base model's tokenizer and chat template, loaded by transformers and safe to share by threads."""
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,29 +57,82 @@ class ModelTokenizer:
         """Whether the model comes with a tokenizer at all; without one it is asked by token ids."""
         return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of a text to continue, with whatever the tokenizer puts before a text (a bos token).
+    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text to continue.
+
+        Args:
+            prompt: The text.
+            add_special_tokens: With whatever the tokenizer puts before a text (a bos token).
 
         Raises:
             InvalidRequest: not text: it holds half of a surrogate pair.
         """
-        return self._encode(prompt, add_special_tokens=True)
+        return self._encode(prompt, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Token ids of a chat, rendered by the model's template up to where the assistant's next turn starts.
 
         Raises:
-            InvalidRequest: the model has no template, or its template refuses these messages.
+            InvalidRequest: see `render_chat`.
+        """
+        return self.encode_rendered(self.render_chat(messages, tools))
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """A chat as the model's template writes it.
+
+        Args:
+            messages: The turns.
+            tools: Functions the model may call, as OpenAI's API describes them.
+            add_generation_prompt: End where the assistant's next turn starts.
+
+        Raises:
+            InvalidRequest: the model has no template, it knows no tools, or it refuses these messages.
         """
         if not self._pretrained.chat_template:
             raise InvalidRequest("the base model has no chat template; send a prompt to /v1/completions instead")
+        if tools and not self.knows_tools:
+            raise InvalidRequest("tools: the base model's chat template knows no tools; leave them out")
         try:
-            text = self._pretrained.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: str = self._pretrained.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except Exception as error:
             # A template is the model author's program: it refuses with whatever exception it likes.
             raise InvalidRequest(f"the base model's chat template refuses these messages: {error}") from None
-        # The template has written every special token the model wants.
+        return text
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a rendered chat: the template has written every special token the model wants."""
         return self._encode(text, add_special_tokens=False)
+
+    @property
+    def chat_template(self) -> str:
+        """The model's template for chats with tools, where it has one for them; empty without any."""
+        template = self._pretrained.chat_template or ""
+        if isinstance(template, dict):
+            return str(template.get("tool_use") or template.get("default") or "")
+        return str(template)
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template tells the model of tools."""
+        return re.search(r"\btools\b", self.chat_template) is not None
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """How the model's answers are to be read, where its author says so (transformers' `response_template`)."""
+        template = getattr(self._pretrained, "response_template", None)
+        return template if isinstance(template, dict) else None
+
+    def token_name(self, token_id: int) -> str | None:
+        """The token as its vocabulary writes it; None where there is no such token."""
+        return self.backend.id_to_token(token_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""

@@ -5,6 +5,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lora_core.sources import AdapterSources
+
 MAX_LORA_RANK = 256
 """Largest `max_lora_rank` the kernels are built for."""
 
@@ -34,6 +36,18 @@ class LoRAConfig(Settings):
     allow_remote: bool = Field(
         default=False, description="Allow a Hugging Face repo id (`org/name` or `org/name@rev`) as a path."
     )
+    sources: tuple[str, ...] | None = Field(
+        default=None,
+        description=(
+            "Where adapters may come from, links followed: absolute folders (with all below them), `hub:org` and "
+            "`hub:org/name`. Unset: any folder, and with allow_remote any repo."
+        ),
+    )
+    max_download_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest weights that are fetched from the Hub for one adapter; unset: twice host_memory_bytes.",
+    )
     adapt_embeddings: bool = Field(
         default=True, description="Serve adapters of embed_tokens and lm_head; their slots cost memory by vocabulary."
     )
@@ -56,6 +70,17 @@ class LoRAConfig(Settings):
         ge=0,
         description="How long requests of an unloaded or replaced adapter may take to end before they are ended.",
     )
+
+    @property
+    def download_limit_bytes(self) -> int:
+        """Largest weights that are fetched for one adapter."""
+        # Files are at most twice as large as the tensors they become: fp32 for a base of 16 bits.
+        return 2 * self.host_memory_bytes if self.max_download_bytes is None else self.max_download_bytes
+
+    @model_validator(mode="after")
+    def _sources_are_places(self) -> "LoRAConfig":
+        AdapterSources(self.sources or (), "lora_config.sources")
+        return self
 
     @model_validator(mode="after")
     def _paths_need_lora(self) -> "LoRAConfig":

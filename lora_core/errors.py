@@ -16,10 +16,14 @@
     ├── ConfigError               a setting that cannot work, found at start
     │   └── UnsupportedModel      the base model's architecture is not declared
     ├── ReplicaUnknown            the router actor does not know the replica that speaks; no client sees it
+    ├── AccessRefused             what a caller may not do
+    │   ├── KeyRefused            no key, or one that nobody has
+    │   └── NotPermitted          the key is right, and does not reach so far
     ├── TryLater                  the request is right and comes at a wrong time; says when to send it again
     │   ├── QueueFull             as many requests wait as may wait
     │   ├── AdapterLate           an adapter was not brought to a slot within the time a request waits for it
-    │   └── NoReplica             no replica came within the time a request waits for one
+    │   ├── NoReplica             no replica came within the time a request waits for one
+    │   └── RateLimited           a tenant is over one of its quotas
     └── EngineError
         ├── EngineDead            the engine process is gone or no longer makes progress
         │   └── EngineUnavailable it was so before the request reached it
@@ -82,8 +86,25 @@ class ReplicaUnknown(LoRAFleetError):
     """The router does not know this replica (its lease ran out, or the router restarted): register again."""
 
 
+class AccessRefused(LoRAFleetError):
+    """The caller may not do this; the message says what may."""
+
+
+class KeyRefused(AccessRefused):
+    """There is no key, or nobody has this one."""
+
+
+class NotPermitted(AccessRefused):
+    """The key is right and does not reach so far; the message says whose does."""
+
+
 class TryLater(LoRAFleetError):
-    """Nothing is wrong with the request: sent again after `retry_after_s` seconds it is likely to be answered."""
+    """Nothing is wrong with the request: sent again after `retry_after_s` seconds it is likely to be answered.
+
+    Args:
+        message: The sentence.
+        retry_after_s: Seconds after which it is worth trying again.
+    """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         # Both, so that an unpickled copy is made with both.
@@ -104,6 +125,10 @@ class AdapterLate(TryLater):
 
 class NoReplica(TryLater):
     """No replica was there to take the request, and none came within the time that a request waits for one."""
+
+
+class RateLimited(TryLater):
+    """A tenant is over one of its quotas; the message names it, its value, and who can raise it."""
 
 
 class EngineError(LoRAFleetError):

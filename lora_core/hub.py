@@ -263,7 +263,7 @@ def _lacking(folder: Path) -> str | None:
 
 def _check_size(num_bytes: int, max_bytes: int | None, name: str = "weights") -> None:
     if max_bytes is not None and num_bytes > max_bytes:
-        setting = "" if name.endswith(".json") else "; a larger lora_config.host_memory_bytes allows more"
+        setting = "" if name.endswith(".json") else "; a larger lora_config.max_download_bytes allows more"
         raise InvalidAdapterPath(f"its {name} take {num_bytes} bytes, at most {max_bytes} are fetched{setting}")
 
 

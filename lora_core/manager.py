@@ -114,8 +114,7 @@ class LoRAManagerV3:
             pin_memory=self.device.type == "cuda",
         )
         self._table: AdapterTable[LoRAModel] = AdapterTable(self.num_slots, config.host_memory_bytes)
-        # Files are at most twice as large as the tensors they become: fp32 for a base of 16 bits.
-        store = AdapterStore(config.allow_remote, max_bytes=2 * config.host_memory_bytes)
+        store = AdapterStore(config.allow_remote, max_bytes=config.download_limit_bytes, sources=config.sources)
         self._times = LoadTimes()
         self._loader = AdapterLoader(self._table, store, self._reader.read, config.host_memory_bytes, times=self._times)
         # On CPU the kernels take fp32 stacks whatever the base's data type.

@@ -3,10 +3,12 @@
 import os
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from lora_core.errors import InvalidAdapterPath
 from lora_core.hub import HubRepos
+from lora_core.sources import AdapterSources
 from lora_core.types import ADAPTER_CONFIG_FILE
 
 _REPO = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>.+))?", re.ASCII)
@@ -30,6 +32,7 @@ class AdapterStore:
         endpoint: str | None = None,
         cache_dir: Path | None = None,
         max_bytes: int | None = None,
+        sources: Sequence[str] | None = None,
     ) -> None:
         """Set where adapters may come from.
 
@@ -38,9 +41,11 @@ class AdapterStore:
             endpoint: URL of the Hub; None is the one of the environment.
             cache_dir: Where fetched files are kept; None is the Hub's cache.
             max_bytes: Refuse to fetch weight files that take more; None fetches any.
+            sources: Places that adapters may come from, see `AdapterSources`; None is any.
         """
         self._allow_remote = allow_remote
         self._hub = HubRepos(endpoint=endpoint, cache_dir=cache_dir, max_bytes=max_bytes)
+        self._sources = None if sources is None else AdapterSources(sources, "lora_config.sources")
 
     def resolve(self, source: str) -> Path:
         """The absolute folder of an adapter, symbolic links followed.
@@ -60,6 +65,8 @@ class AdapterStore:
         if "\0" in source:
             raise InvalidAdapterPath(f"the adapter's path {source!r} contains a NUL character")
         if (folder := _local_folder(source)) is not None:
+            if self._sources is not None:
+                self._sources.check_folder(source, folder)
             return folder
         repo = _REPO.fullmatch(source)
         if repo is None:
@@ -69,6 +76,8 @@ class AdapterStore:
                 f"{source!r} is no folder here, and remote sources are off; "
                 "set lora_config.allow_remote: true to fetch it from the Hugging Face Hub"
             )
+        if self._sources is not None:
+            self._sources.check_repo(repo["id"])
         revision = repo["revision"]
         if revision is not None and _NO_REVISION.search(revision):
             raise InvalidAdapterPath(f"{source!r}: {revision!r} is no name of a branch, a tag or a commit")

@@ -15,12 +15,14 @@ class BlockHashes:
 
     Each is the BLAKE3 hash (256 bits) of the hash before it and of the block's token ids, 8 bytes each. The first one
     follows on a salt: the adapter's generation, which no other load of any adapter ever has in this engine, or a salt
-    of its own for the base model. Blocks of equal hashes therefore hold the same keys and values; nobody can find two
-    different texts whose hashes are equal, so that token ids need not be compared.
+    of its own for the base model, and what the request asks to be kept apart by. Blocks of equal hashes therefore hold
+    the same keys and values; nobody can find two different texts whose hashes are equal, so that token ids need not be
+    compared.
     """
 
-    def __init__(self, adapter: AdapterRef | None) -> None:
-        self._digests = [_BASE if adapter is None else blake3(f"adapter {adapter.generation}".encode()).digest()]
+    def __init__(self, adapter: AdapterRef | None, salt: str = "") -> None:
+        first = _BASE if adapter is None else blake3(f"adapter {adapter.generation}".encode()).digest()
+        self._digests = [blake3(first + salt.encode()).digest() if salt else first]
 
     def first(self, num_blocks: int, token_ids: Sequence[int], block_size: int) -> list[bytes]:
         """The hashes of the first `num_blocks` blocks of a text, `token_ids`, that holds as many full ones.

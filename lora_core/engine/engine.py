@@ -274,6 +274,7 @@ class LLMEngine:
             arrival=next(self._arrivals),
             sampling=sampling,
             adapter=adapter,
+            cache_salt=message.cache_salt,
             sampler=SamplerState.start(sampling, message.prompt_token_ids, self._eos_token_ids),
             # The logits of the whole prompt are needed, and shared blocks have none.
             may_share_blocks=sampling.prompt_logprobs is None,

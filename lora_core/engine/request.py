@@ -53,6 +53,8 @@ class Request:
     """KV blocks it owns, in token order."""
     may_share_blocks: bool = True
     """Whether it may start behind what others have computed; not one that needs the logits of its whole prompt."""
+    cache_salt: str = ""
+    """Shares blocks with requests of the same salt alone."""
     num_cached_tokens: int | None = None
     """Prompt tokens that were in the prefix cache when it started for the first time; None before that."""
     block_hashes: BlockHashes = field(init=False)
@@ -66,7 +68,7 @@ class Request:
     """Tokens that had been generated when it last began to run."""
 
     def __post_init__(self) -> None:
-        self.block_hashes = BlockHashes(self.adapter)
+        self.block_hashes = BlockHashes(self.adapter, self.cache_salt)
 
     @property
     def num_output_tokens(self) -> int:
@@ -159,11 +161,12 @@ def check(message: GenerateRequest, limits: Limits) -> None:
 
     num_prompt, max_tokens = len(message.prompt_token_ids), message.sampling.max_tokens
     for limit, what, setting in (
-        (limits.max_model_len, "the model's context", "max_model_len"),
-        (limits.kv_cache_tokens, "the KV cache", "kv_cache_tokens"),
+        (limits.max_model_len, "the model's context", "engine.max_model_len"),
+        (limits.kv_cache_tokens, "the KV cache", "engine.kv_cache_tokens"),
     ):
         if num_prompt + max_tokens > limit:
             raise InvalidRequest(
                 f"the prompt's {num_prompt} tokens plus max_tokens {max_tokens} are {num_prompt + max_tokens}, and "
-                f"{what} holds {limit}; shorten the prompt, lower max_tokens, or raise {setting}"
+                f"{what} holds {limit}; shorten the prompt, lower max_tokens, or ask the operator of this server to "
+                f"raise {setting}"
             )

@@ -44,6 +44,14 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert f"port {port} is taken" in ended.stderr
 
 
+def test_faulty_keys_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("acme=short\n")
+    ended = up(tmp_path, access={"keys_file": str(tmp_path / "keys"), "tenants": {"acme": {}}})
+    assert ended.returncode == 1
+    assert "keys, line 1: the key of 'acme' has 5 characters; expected at least 16" in ended.stderr
+    assert "starting Ray" not in ended.stderr
+
+
 def test_a_failed_deployment_ends_with_its_reason(tmp_path: Path) -> None:
     base = factories.tiny_llama(tmp_path / "base")
     lora = {"enable_lora": True, "lora_paths": [f"bad={tmp_path}/nowhere"]}
@@ -52,3 +60,4 @@ def test_a_failed_deployment_ends_with_its_reason(tmp_path: Path) -> None:
     assert "the deployment failed: lora_paths: cannot be served: 'bad'" in ended.stderr
     assert f"{tmp_path}/nowhere" in ended.stderr
     assert "Traceback" not in ended.stderr
+    assert "no keys: it listens on this machine alone" in ended.stderr

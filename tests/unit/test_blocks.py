@@ -138,6 +138,12 @@ def test_hashes_differ_by_weights_by_every_token_before_and_by_their_place() -> 
     assert BlockHashes(A).first(1, [1, 256], 2) != BlockHashes(A).first(1, [257, 0], 2)
 
 
+def test_hashes_differ_by_what_requests_are_kept_apart_by() -> None:
+    of_salts = [BlockHashes(adapter, salt).first(1, [1] * 4, 4)[0] for adapter in (None, A) for salt in ("", "x", "y")]
+    assert len(set(of_salts)) == 6
+    assert BlockHashes(A, "x").first(1, [1] * 4, 4) == BlockHashes(A, "x").first(1, [1] * 4, 4)
+
+
 def test_hashes_are_the_same_however_they_are_asked_for() -> None:
     text = list(range(40))
     grown = BlockHashes(A)

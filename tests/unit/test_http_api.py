@@ -1,6 +1,6 @@
 """The routes that change what is served, over a service that answers as told: bodies, statuses, envelopes."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -12,7 +12,7 @@ from deployments.adapter_card import status_body
 from deployments.generation import GenerateChunk
 from deployments.http_api import events, http_app
 from deployments.http_errors import STATUS_ERRORS, fault_of
-from deployments.openai_api import CompletionRequest, GenerationRequest
+from deployments.openai_api import CompletionRequest, GenerationRequest, TextRequest, TokensRequest
 from lora_core.errors import (
     AdapterLate,
     AdapterLost,
@@ -43,7 +43,9 @@ class Recorder:
             raise self.error
         return self.outcome
 
-    async def load_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> LoadOutcome:
+    async def load_adapter(
+        self, lora_name: str, lora_path: str, load_inplace: bool = False, path_is_final: bool = False
+    ) -> LoadOutcome:
         return await self._take("load", lora_name, lora_path, load_inplace)
 
     async def unload_adapter(self, lora_name: str) -> LoadOutcome:
@@ -82,8 +84,17 @@ class Recorder:
         await self._take("pieces", request.model)
         yield GenerateChunk(text="a", token_ids=[1])
 
-    async def models(self) -> dict[str, dict[str, Any]]:
+    async def models(self, is_wanted: Callable[[str], bool] | None = None) -> dict[str, dict[str, Any]]:
         return {}
+
+    async def pinned(self) -> set[str]:
+        return set()
+
+    async def tokenize(self, request: TextRequest) -> dict[str, Any]:
+        return {"count": len(request.prompt or "")}
+
+    async def detokenize(self, request: TokensRequest) -> dict[str, Any]:
+        return {"prompt": "a" * len(request.tokens)}
 
     async def model(self, name: str) -> dict[str, Any]:
         return {"id": name}

@@ -154,8 +154,22 @@ def test_prompt_may_be_token_ids() -> None:
         ({"guided_json": {}}, 'write structured_outputs: {"json": ...}'),
         ({"messages": [{"role": "user"}]}, "needs content"),
         ({"messages": [{"role": "user", "content": None}]}, "needs content"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls is not supported"),
-        ({"tools": [{}]}, "tools is not supported"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls.0.id"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": "x",
+                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+                    }
+                ]
+            },
+            "tool_calls are an assistant's",
+        ),
+        ({"tools": [{}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "tool_choice: "),
         ({"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'?"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "pirate", "content": "x"}]}, "role"),

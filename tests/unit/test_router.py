@@ -491,6 +491,15 @@ async def test_a_router_that_was_replaced_during_a_load_undoes_it(tmp_path: Path
         await successor.close()
 
 
+async def test_a_final_path_is_handed_on_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "allowed").symlink_to(tmp_path / "folder")
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")) as (replica,):
+        await router.load("a", str(tmp_path / "allowed"), False, True)
+        assert replica.paths == {"a": str(tmp_path / "allowed")}, "the replica finds a link there, and may refuse it"
+
+
 async def test_all_spellings_of_a_folder_are_one_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "adapter"
     folder.mkdir()

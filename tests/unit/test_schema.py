@@ -59,6 +59,13 @@ def test_wrong_args_are_named(args: dict[str, Any], named: str) -> None:
     assert named in str(caught.value)
 
 
+def test_downloads_have_a_limit() -> None:
+    settings = parse_settings({"lora_config": {"host_memory_bytes": 100}})
+    assert settings.lora_config.download_limit_bytes == 200
+    settings = parse_settings({"lora_config": {"host_memory_bytes": 100, "max_download_bytes": 7}})
+    assert settings.lora_config.download_limit_bytes == 7
+
+
 def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_settings({"modle": "x", "engine": {"block_size": 0}})

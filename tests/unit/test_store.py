@@ -217,7 +217,7 @@ def test_a_wrong_index(hub: LoopbackHub, tmp_path: Path, index: bytes, reason: s
 
 def test_absurd_sizes(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = AdapterStore(True, endpoint=hub.url, cache_dir=tmp_path, max_bytes=10)
-    with pytest.raises(InvalidAdapterPath, match=r"its weights take 19 bytes, at most 10 .*host_memory_bytes"):
+    with pytest.raises(InvalidAdapterPath, match=r"its weights take 19 bytes, at most 10 .*max_download_bytes"):
         small.resolve(REPO)
     monkeypatch.setattr(lora_core.hub, "MAX_JSON_BYTES", 5)
     with pytest.raises(InvalidAdapterPath, match=r"its adapter_config.json take 8 bytes, at most 5"):

@@ -1,0 +1,34 @@
+"""How many tokens a request may make, and how many its answers have used so far."""
+
+from collections.abc import Iterable
+
+from deployments.generation import GenerateChunk
+from deployments.openai_api import DEFAULT_COMPLETION_TOKENS, ChatCompletionRequest, GenerationRequest
+
+
+def most_tokens(request: GenerationRequest) -> int:
+    """Tokens of its answers at most; 0 where a chat may fill its context, whose length is not known here."""
+    if isinstance(request, ChatCompletionRequest):
+        most = request.max_completion_tokens or request.max_tokens or 0
+    else:
+        most = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    return most * (request.n or 1)
+
+
+class TokenCount:
+    """Tokens of one request: its prompt once, and its answers."""
+
+    def __init__(self) -> None:
+        self._num_prompt = 0
+        self._by_answer: dict[int, int] = {}
+
+    @property
+    def total(self) -> int:
+        """So far."""
+        return self._num_prompt + sum(self._by_answer.values())
+
+    def add(self, chunks: Iterable[GenerateChunk]) -> None:
+        """Take note of what has arrived."""
+        for chunk in chunks:
+            self._num_prompt = chunk.prompt_tokens
+            self._by_answer[chunk.index] = chunk.completion_tokens

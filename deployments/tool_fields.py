@@ -1,0 +1,68 @@
+"""The fields of a chat that are about tools: functions the model may call, and the calls it has made."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from deployments.body import Body, NonEmpty
+
+MAX_TOOLS = 128
+"""OpenAI's bound."""
+
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class FunctionDefinition(Body):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments; the model is told of it, and is not held to it."""
+    strict: Literal[False] | None = None
+
+
+class Tool(Body):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        function = {
+            "name": self.function.name,
+            "description": self.function.description or "",
+            "parameters": self.function.parameters or {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": function}
+
+
+class CalledFunction(Body):
+    """What a call names."""
+
+    name: NonEmpty
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class MadeCall(Body):
+    """One entry of an assistant message's `tool_calls`."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates expect it: arguments as an object, where they are one."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto"]
+"""That a call must be made, or which, cannot be asked for."""

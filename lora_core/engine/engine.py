@@ -173,6 +173,7 @@ class LLMEngine:
     def close(self) -> None:
         """End the processes that share the model; may be called again. No step can follow."""
         self.runner.close()
+
     def reset_adapter(self, name: str, reason: str) -> None:
         """End the requests of an adapter with AdapterLost, and have the next one find it read and written anew."""
         for request in list(self._requests.values()):

@@ -60,6 +60,11 @@ class JointWrite:
     def __init__(self, writes: Sequence[SlotWrite]) -> None:
         self._writes = writes
 
+    @property
+    def num_bytes_left(self) -> int:
+        """What is not written yet, on all ranks."""
+        return sum(write.num_bytes_left for write in self._writes)
+
     def advance(self, budget_s: float | None) -> bool:
         """Write on for about so long, None: to the end; whether all is written. See `SlotWrite.advance`."""
         end_s = None if budget_s is None else time.perf_counter() + budget_s

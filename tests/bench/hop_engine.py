@@ -5,6 +5,8 @@ import time
 
 from deployments import engine_process
 from lora_core.engine.engine import LLMEngine
+from lora_core.engine.kernel_variants import Progress
+from lora_core.engine.warm_up import ignore_progress
 from lora_core.messages import FinishReason, GenerateRequest, TokenDelta
 
 TICK_S = 0.005
@@ -16,7 +18,7 @@ TOKEN_ID = 7
 class HopEngine(LLMEngine):
     """An engine whose steps take `TICK_S` and no processor, whatever they answer."""
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress = ignore_progress) -> None:
         self._left: dict[str, int] = {}
         self._due = 0.0
 

@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI
 from cluster.access import AccessSettings, TenantSettings
 from cluster.fleet import LoadOutcome
 from cluster.quotas import TenantQuotas
+from deployments.fleet_api import FleetService, fleet_routes
 from deployments.gate import Gate
 from deployments.generation import GenerateChunk
 from deployments.http_api import Service, http_app
@@ -19,7 +20,7 @@ from deployments.key_store import KeyStore
 from deployments.openai_api import GenerationRequest, TextRequest, TokensRequest, model_card
 from deployments.request_id import new_call_id
 from deployments.tenant_service import as_tenants_see
-from lora_core.errors import AdapterLost, AdapterNotFound
+from lora_core.errors import AdapterLost, AdapterNotFound, LoRAFleetError
 from lora_core.types import LoRAStatus
 
 BASE = "base"
@@ -41,17 +42,17 @@ class Fleet:
         self.go_on.set()
         self.call_ids: list[str] = []
         # Names that stand for adapters, each of which it puts into the request that names it.
-        self.aliases = {"canary": "globex/secret", "acme/canary": "acme/a"}
-        self.fault = ""
+        self.targets = {"canary": "globex/secret", "acme/canary": "acme/a"}
+        self.fault: str | LoRAFleetError = ""
 
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
         return [piece async for piece in self.pieces(request)]
 
     async def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]:
-        request.model = self.aliases.get(request.model, request.model)
+        request.model = self.targets.get(request.model, request.model)
         self._find(request.model)
         if self.fault:
-            raise AdapterLost(self.fault)
+            raise self.fault if isinstance(self.fault, LoRAFleetError) else AdapterLost(self.fault)
         self.call_ids.append(new_call_id())
         await self.go_on.wait()
         for count in (1, 2):
@@ -85,12 +86,16 @@ class Fleet:
         return LoadOutcome(status=LoRAStatus.SUCCESS, message="done")
 
     async def models(self, is_wanted: Callable[[str], bool] | None = None) -> dict[str, dict[str, Any]]:
-        roots = {BASE: "/models/globex/base", **self.adapters}
+        roots = {BASE: "/models/globex/base", **self.adapters, **self.targets}
         wanted = filter(is_wanted, roots) if is_wanted is not None else roots
-        return {name: model_card(name, root=roots[name], parent=None, created=1) for name in wanted}
+        cards = {name: model_card(name, root=roots[name], parent=None, created=1) for name in wanted}
+        return {
+            name: {**card, "targets": {self.targets[name]: 1.0}} if name in self.targets else card
+            for name, card in cards.items()
+        }
 
     async def model(self, name: str) -> dict[str, Any]:
-        self._find(name)
+        self._find(self.targets.get(name, name))
         return {**(await self.models())[name], "lora": {"replicas": {"r0": "/models/globex/x"}}}
 
     async def pinned(self) -> set[str]:
@@ -122,6 +127,7 @@ def application(fleet: Fleet, access: AccessSettings, keys: dict[str, str]) -> F
     quotas = TenantQuotas(access.tenants)
     text = ",".join(f"{who}={key}" for who, key in keys.items())
     app = http_app(as_tenants_see(cast(Service, fleet), BASE, access, quotas))
+    app.include_router(fleet_routes(cast(FleetService, fleet)))
 
     @app.get("/v1/new")
     async def new() -> dict[str, str]:

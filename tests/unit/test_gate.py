@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 
 from cluster.access import AccessSettings
+from deployments.alias_api import AliasService, alias_routes
 from deployments.caller_context import current_caller
+from deployments.fleet_api import FleetService, fleet_routes
 from deployments.request_id import new_call_id
 from deployments.route_access import DECLARED
 from tests.unit.gated_fleet import (
@@ -84,6 +87,23 @@ async def test_every_declared_route_exists(fleet: Fleet) -> None:
         (method, getattr(route, "path", "")) for route in app.routes for method in getattr(route, "methods", None) or ()
     }
     assert set(DECLARED) <= exist
+
+
+@pytest.mark.parametrize(("who", "status"), [("acme", 403), ("acme:operator", 403), (None, 401)])
+async def test_routes_over_the_whole_fleet_are_its_operators(
+    connect: Connect, fleet: Fleet, who: str | None, status: int
+) -> None:
+    added = [*alias_routes(cast(AliasService, fleet)).routes, *fleet_routes(cast(FleetService, fleet)).routes]
+    routes = [route for route in added if isinstance(route, APIRoute)]
+    asked = {(method, route.path_format) for route in routes for method in route.methods or ()}
+    assert asked >= {("POST", "/v1/set_lora_alias"), ("POST", "/v1/set_lora_copies"), ("GET", "/v1/fleet")}
+    described = application(fleet, access_of(), KEYS).openapi()["paths"]
+    assert asked <= {(method.upper(), path) for path, methods in described.items() for method in methods}
+    async with connect(who) as client:
+        for method, path in asked:
+            body = {"alias": "acme/x", "targets": {"acme/a": 1}, "lora_name": "acme/a", "min_copies": 1}
+            answer = await client.request(method, path.replace("{name}", "acme/a"), json=body)
+            assert answer.status_code == status, (method, path)
 
 
 SPELLINGS = (

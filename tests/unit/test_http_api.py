@@ -20,6 +20,7 @@ from lora_core.errors import (
     LoRAFleetError,
     NoReplica,
     QueueFull,
+    RateLimited,
     TryLater,
 )
 from lora_core.types import LoadReport, LoRAStatus
@@ -259,6 +260,8 @@ async def test_an_unload_in_the_middle_of_a_stream_is_an_error_event() -> None:
         (QueueFull("256 requests are waiting", 2.1), 429, "queue_full", "3"),
         (AdapterLate("not in a slot", 60), 503, "adapter_late", "60"),
         (NoReplica("no replica", 0.2), 503, "no_replica", "1"),
+        (RateLimited("over 600 requests per minute", 59.5), 429, "rate_limit_exceeded", "60"),
+        (TryLater("not yet", 4), 503, "try_later", "4"),
     ],
 )
 async def test_what_only_time_can_help_says_when_to_come_back(

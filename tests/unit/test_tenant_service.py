@@ -6,6 +6,7 @@ import json
 import httpx
 import pytest
 
+from lora_core.errors import AdapterLate
 from tests.unit.gated_fleet import ADAPTERS, BASE, BODIES, CHANGES, Connect, Fleet, completion, connector
 
 
@@ -19,18 +20,22 @@ def connect(fleet: Fleet) -> Connect:
     return connector(fleet)
 
 
-async def test_a_tenant_sees_its_own_models_and_those_all_share(connect: Connect) -> None:
+async def test_a_tenant_sees_its_own_models_and_those_all_share(connect: Connect, fleet: Fleet) -> None:
     async with connect("acme") as client:
         answer = await client.get("/v1/models")
         cards = {card["id"]: card for card in answer.json()["data"]}
-        assert set(cards) == {BASE, "shared", "acme/a"}
+        assert set(cards) == {BASE, "shared", "acme/a", "canary", "acme/canary"}
+        assert cards["acme/canary"]["targets"] == {"acme/a": 1.0}
         assert cards["acme/a"]["root"] == "/models/acme/a"
         assert "globex" not in answer.text
-        for name in ("shared", BASE):
+        for name in ("shared", "canary", BASE):
             assert "globex" not in (await client.get(f"/v1/models/{name}")).text
         assert "lora" in (await client.get("/v1/models/acme/a")).json()
     async with connect("operator") as client:
-        assert {card["id"] for card in (await client.get("/v1/models")).json()["data"]} == {BASE, *ADAPTERS}
+        assert {card["id"] for card in (await client.get("/v1/models")).json()["data"]} == {
+            BASE, *ADAPTERS, *fleet.targets,
+        }  # fmt: skip
+        assert "globex/secret" in (await client.get("/v1/models/canary")).json()["targets"]
         assert "lora" in (await client.get("/v1/models/globex/secret")).json()
 
 
@@ -85,6 +90,25 @@ async def test_what_is_behind_a_shared_name_is_not_told(connect: Connect, fleet:
             assert "is gone" in told.json()["error"]["message"], "of its own it is told all"
         async with connect("operator") as client:
             assert "is gone" in (await client.post("/v1/completions", json=bodies["shared"])).text
+
+
+async def test_an_alias_of_ones_own_does_not_tell_of_others(connect: Connect, fleet: Fleet) -> None:
+    fleet.targets["acme/canary"] = "globex/secret"
+    async with connect("acme:operator") as client:
+        for path in ("/v1/models", "/v1/models/acme/canary"):
+            answer = await client.get(path)
+            assert ("acme/canary" in answer.text, "globex" in answer.text) == (True, False)
+
+
+async def test_when_to_come_back_is_told_and_not_what_for(connect: Connect, fleet: Fleet) -> None:
+    fleet.fault = AdapterLate("adapter 'globex/secret' could not be brought to a slot", 7)
+    async with connect("acme") as client:
+        for stream in (False, True):
+            for name, is_told in (("canary", False), ("acme/canary", True)):
+                answer = await client.post("/v1/completions", json=completion(name, stream=stream))
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+                assert answer.json()["error"]["code"] == "adapter_late"
+                assert ("globex" in answer.text) == is_told
 
 
 async def test_a_tenants_operator_changes_its_own_adapters_alone(connect: Connect, fleet: Fleet) -> None:
@@ -142,6 +166,13 @@ async def test_adapters_are_counted_those_under_way_too(connect: Connect, fleet:
         limits(await client.post("/v1/load_lora_adapter", json=bodies[2]), "adapters", 3)
         assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "acme/b"})).status_code == 200
         assert (await client.post("/v1/load_lora_adapter", json=bodies[2])).status_code == 200
+
+
+async def test_aliases_are_not_counted_as_adapters(connect: Connect, fleet: Fleet) -> None:
+    async with connect("acme:operator", adapters=2) as client:
+        load = {"lora_name": "acme/b", "lora_path": "/models/acme/x"}
+        assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == 200
+        limits(await client.post("/v1/load_lora_adapter", json={**load, "lora_name": "acme/c"}), "adapters", 2)
 
 
 async def test_pins_are_counted(connect: Connect, fleet: Fleet) -> None:

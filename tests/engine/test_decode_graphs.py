@@ -154,7 +154,7 @@ def test_other_architectures(architecture: str, on_device: list[OperatorRecorder
 
 
 def test_base_rows_do_not_notice_which_adapters_their_batch_has(
-    on_device: list[OperatorRecorder], base: Path, adapters: Names, monkeypatch: pytest.MonkeyPatch
+    on_device: list[OperatorRecorder], base: Path, adapters: Names
 ) -> None:
     logits: list[list[Tensor]] = []
     for neighbour in ("linear", "rslora"):

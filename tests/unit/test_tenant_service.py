@@ -99,8 +99,8 @@ async def test_an_alias_of_ones_own_does_not_tell_of_others(connect: Connect, fl
             answer = await client.get(path)
             assert ("acme/canary" in answer.text, "globex" in answer.text) == (True, False)
         for fault in ("fault", "late_fault"):
-            setattr(fleet, fault, AdapterUnloaded("adapter 'globex/secret' was unloaded"))
             for stream in (False, True):
+                setattr(fleet, fault, AdapterUnloaded("adapter 'globex/secret' was unloaded"))
                 refused = await client.post("/v1/completions", json=completion("acme/canary", stream=stream))
                 assert ("cannot be served now" in refused.text, "globex" in refused.text) == (True, False)
             setattr(fleet, fault, None)

@@ -1,7 +1,7 @@
 """`TenantService`: a service as the caller of each request may see and use it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
@@ -73,13 +73,12 @@ class TenantService:
         caller, count = current_caller(), TokenCount()
         self._check_name(caller, request.model)
         charge = self._quotas.charge(caller.tenant, most_tokens(request))
-        asked = request.model
-        with self._in_the_callers_words(caller, request):
+        with self._in_the_callers_words(caller, request) as hide_target:
             try:
                 async with aclosing(self._service.pieces(request)) as pieces:
                     async for piece in pieces:
                         count.add([piece])
-                        self._hide_target(caller, request, asked)
+                        hide_target()
                         yield piece
             finally:
                 charge.settle(count.total)
@@ -184,33 +183,37 @@ class TenantService:
         raise self._not_found(caller, name)
 
     @contextmanager
-    def _in_the_callers_words(self, caller: Caller, request: GenerationRequest) -> Iterator[None]:
+    def _in_the_callers_words(self, caller: Caller, request: GenerationRequest) -> Iterator[Callable[[], None]]:
         """Have an answer, and a refusal, name what was asked for, where the caller may not know what is behind it.
 
         A name may stand for an adapter that the caller does not see, and why one cannot be served may tell of folders.
+        A service may put the adapter that answers into the request: what it yields takes it out again.
         """
-        asked = request.model
+        asked, is_hidden = request.model, False
+
+        def hide_target() -> None:
+            nonlocal is_hidden
+            if not self._may_see(caller, request.model):
+                request.model, is_hidden = asked, True
+
         try:
-            yield
+            yield hide_target
         except AdapterNotFound as error:
             raise self._not_found(caller, asked, error) from None
         except AdapterError as error:
-            if caller.is_fleet_operator or caller.owns(request.model):
+            hide_target()
+            if caller.is_fleet_operator or (caller.owns(request.model) and not is_hidden):
                 raise
             error.args = (f"model {_shown_name(asked)} cannot be served now; the operator of this server can see why",)
             raise
         except TryLater as error:
-            if self._may_see(caller, request.model):
+            hide_target()
+            if not is_hidden:
                 raise
             again = f"model {_shown_name(asked)} cannot be served yet; send the request again"
             raise type(error)(again, error.retry_after_s) from None
         finally:
-            self._hide_target(caller, request, asked)
-
-    def _hide_target(self, caller: Caller, request: GenerationRequest, asked: str) -> None:
-        """A service may put the adapter that answers into the request: what is not to be seen is taken out again."""
-        if not self._may_see(caller, request.model):
-            request.model = asked
+            hide_target()
 
     def _not_found(self, caller: Caller, name: str, error: AdapterNotFound | None = None) -> AdapterNotFound:
         """The refusal of a name that is not there for the caller, in words that tell nothing of the others'."""

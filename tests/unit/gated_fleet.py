@@ -44,6 +44,8 @@ class Fleet:
         # Names that stand for adapters, each of which it puts into the request that names it.
         self.targets = {"canary": "globex/secret", "acme/canary": "acme/a"}
         self.fault: str | LoRAFleetError = ""
+        # After the first piece of an answer.
+        self.late_fault: LoRAFleetError | None = None
 
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
         return [piece async for piece in self.pieces(request)]
@@ -60,6 +62,8 @@ class Fleet:
                 text="a", token_ids=[1], prompt_tokens=5, completion_tokens=count,
                 finish_reason="stop" if count == 2 else None,
             )  # fmt: skip
+            if self.late_fault is not None:
+                raise self.late_fault
 
     async def load_adapter(
         self, lora_name: str, lora_path: str, load_inplace: bool = False, path_is_final: bool = False

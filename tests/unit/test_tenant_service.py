@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from lora_core.errors import AdapterLate
+from lora_core.errors import AdapterLate, AdapterUnloaded
 from tests.unit.gated_fleet import ADAPTERS, BASE, BODIES, CHANGES, Connect, Fleet, completion, connector
 
 
@@ -98,6 +98,12 @@ async def test_an_alias_of_ones_own_does_not_tell_of_others(connect: Connect, fl
         for path in ("/v1/models", "/v1/models/acme/canary"):
             answer = await client.get(path)
             assert ("acme/canary" in answer.text, "globex" in answer.text) == (True, False)
+        for fault in ("fault", "late_fault"):
+            for stream in (False, True):
+                setattr(fleet, fault, AdapterUnloaded("adapter 'globex/secret' was unloaded"))
+                refused = await client.post("/v1/completions", json=completion("acme/canary", stream=stream))
+                assert ("cannot be served now" in refused.text, "globex" in refused.text) == (True, False)
+            setattr(fleet, fault, None)
 
 
 async def test_when_to_come_back_is_told_and_not_what_for(connect: Connect, fleet: Fleet) -> None:

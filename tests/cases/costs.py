@@ -226,7 +226,7 @@ def base_no_slower(world: World) -> Got:
     return Got(
         f"{extra} more operations in the model (adapter rows: {lora}), {outside} in all, bits equal: {same}, "
         f"CPU time of a step x{ratio:.2f}",
-        extra == 0 and outside <= 20 < lora and same and ratio < 1.4,
+        extra == 0 and outside <= 20 and lora > 0 and same and ratio < 1.4,
     )
 
 

@@ -7,23 +7,28 @@ from lora_core.types import AdapterRef
 
 
 class StepAdapters:
-    """Lets at most so many adapters take part in a step, by turns: those first whose last step is longest ago."""
+    """Lets at most so many adapters take part in a step, by turns: those first that have waited for one longest.
+
+    One that has just come is behind all that wait already, and before those that were in the last step: however others
+    come and go, nobody is passed over again and again.
+    """
 
     def __init__(self, max_adapters: int | None) -> None:
         """Set the limit; None is no limit."""
         self._max_adapters = max_adapters
         self._chosen: set[AdapterRef] = set()
-        # In the order of their last step.
-        self._last: dict[AdapterRef, None] = {}
+        self._step = 0
+        # The first step that each could have been in since its last one, or since it came; and whether it had one.
+        self._waiting: dict[AdapterRef, tuple[int, bool]] = {}
 
     def choose(self, running: Iterable[AdapterRef]) -> None:
         """Begin a step: choose among the adapters whose requests run."""
         if self._max_adapters is None:
             return
-        candidates = dict.fromkeys(running)
-        self._last = {adapter: None for adapter in self._last if adapter in candidates}
-        # One that has just come has not been in a step yet.
-        order = [adapter for adapter in candidates if adapter not in self._last] + list(self._last)
+        self._step += 1
+        came = self._step, False
+        self._waiting = {adapter: self._waiting.get(adapter, came) for adapter in dict.fromkeys(running)}
+        order = sorted(self._waiting, key=self._waiting.__getitem__)
         self._chosen = set(order[: self._max_adapters])
 
     def add(self, adapter: AdapterRef) -> None:
@@ -41,5 +46,4 @@ class StepAdapters:
             return
         for adapter in {row.adapter for row in rows} - {None}:
             if adapter is not None:
-                self._last.pop(adapter, None)
-                self._last[adapter] = None
+                self._waiting[adapter] = self._step + 1, True

@@ -72,6 +72,16 @@ def test_adapters_beyond_the_limit_take_turns_in_steps(limit: int, running: list
         assert max(waited.values()) <= 3
 
 
+def test_adapters_that_come_and_go_keep_nobody_waiting() -> None:
+    turns = StepAdapters(1)
+    chosen = []
+    for other in (A, B, C, A, B, C):
+        turns.choose([other, D])
+        chosen.append(D if turns.admits(D) else other)
+        turns.ran([ScheduledRow(request(0, chosen[-1]), 1)])
+    assert chosen == [A, D, C, D, B, D]
+
+
 def test_without_a_limit_every_adapter_is_in_every_step() -> None:
     turns = StepAdapters(None)
     turns.choose([A])

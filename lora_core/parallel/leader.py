@@ -1,10 +1,10 @@
 """The first rank's side of a model on several devices: it starts the other ranks, and tells them what to do."""
 
+import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO
 
 import torch
 
@@ -47,16 +47,18 @@ class Leader:
         self._teller = StepTeller()
         self._fault: str | None = None
         self._followers: list[RankProcess] = []
-        # It has no name, so that nothing is left of it however the ranks end.
-        rendezvous = tempfile.TemporaryFile()  # noqa: SIM115
-        self._end = weakref.finalize(self, _end_all, self._followers, rendezvous)
+        # It has no name, so that nothing is left of it however the ranks end. It is never closed: torch's FileStore opens
+        # it once more when it is destroyed, whenever that is, and ends the whole process if it finds a socket there.
+        with tempfile.TemporaryFile() as file:
+            rendezvous = os.dup(file.fileno())
+        self._end = weakref.finalize(self, _end_all, self._followers)
         try:
             for rank in range(1, size):
-                self._followers.append(RankProcess(rank, engine_config, lora_config, rendezvous.fileno()))
+                self._followers.append(RankProcess(rank, engine_config, lora_config, rendezvous))
             for follower in self._followers:
                 follower.expect(Started, START_TIMEOUT_S)
             self._tell_all(Connect())
-            self.group = RankGroup(Shard(0, size), rendezvous.fileno(), device, engine_config.rank_timeout_s)
+            self.group = RankGroup(Shard(0, size), rendezvous, device, engine_config.rank_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -159,7 +161,6 @@ def _check_devices(size: int, device: torch.device) -> None:
         )
 
 
-def _end_all(followers: Sequence[RankProcess], rendezvous: IO[bytes]) -> None:
+def _end_all(followers: Sequence[RankProcess]) -> None:
     for follower in followers:
         follower.end()
-    rendezvous.close()

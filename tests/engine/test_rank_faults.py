@@ -1,5 +1,6 @@
 """Ranks that die, hang, fail or cannot start: the engine ends with a reason, and nothing of it is left."""
 
+import gc
 import os
 import signal
 import time
@@ -32,6 +33,9 @@ def start(tiny_base: Path) -> Iterator[Start]:
     for engine in engines:
         engine.close()
     assert ranks() == []
+    # Connections that go after their ranks: torch looks once more for the file by which they were made.
+    engines.clear()
+    gc.collect()
 
 
 def ranks() -> list[psutil.Process]:

@@ -47,8 +47,8 @@ class Leader:
         self._teller = StepTeller()
         self._fault: str | None = None
         self._followers: list[RankProcess] = []
-        # It has no name, so that nothing is left of it however the ranks end. It is never closed: torch's FileStore opens
-        # it once more when it is destroyed, whenever that is, and ends the whole process if it finds a socket there.
+        # It has no name, so that nothing is left of it however the ranks end. It is never closed: torch's FileStore
+        # opens it once more when it is destroyed, whenever that is, and ends the whole process if it finds a socket.
         with tempfile.TemporaryFile() as file:
             rendezvous = os.dup(file.fileno())
         self._end = weakref.finalize(self, _end_all, self._followers)

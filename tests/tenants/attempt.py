@@ -140,7 +140,8 @@ async def caches(fleet: TenantFleet, report: Report) -> None:
     for model in (BASE, "common"):
         await asyncio.gather(*(cached_tokens(fleet, "globex", model) for _ in range(8)))
         report.check(await cached_tokens(fleet, "globex", model) > 0, f"{model}: nothing is cached at all")
-        found = max(await asyncio.gather(*(cached_tokens(fleet, "acme", model) for _ in range(2))))
+        # One request: a second one may find what the first has left there, which is acme's own.
+        found = await cached_tokens(fleet, "acme", model)
         report.check(found == 0, f"{model}: acme found {found} cached tokens of globex")
 
 

@@ -14,6 +14,10 @@ _HEAVY = 1 / 16
 """Part of a host's due that makes a piece heavy."""
 _TRIED = 64
 """Adapters looked at for one to move from a replica that has too much."""
+_MOST_MOVES = 4
+"""Moves that balancing may take for each adapter and replica: it ends after far fewer."""
+_NEGLIGIBLE = 1e-9
+"""Of all work: what is not worth a move."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,11 @@ class Draft:
         """Move homes and promises from hosts with too much to that with least, until all have their due or nearly."""
         lists, stuck = self._movable(), np.zeros(len(self._ids), dtype=bool)
         num_heavy = 2 * len(self._ids)
-        while self._left >= 1:
+        # Each move helps, but for roundings, in which moves of next to nothing could go to and fro for ever.
+        for _ in range(_MOST_MOVES * (len(self._firsts) + len(self._slots) + len(self._ids))):
             over = np.where(stuck, -np.inf, self._load - self._most)
             source = int(over.argmax())
-            if over[source] <= 0:
+            if over[source] <= _NEGLIGIBLE or self._left < 1:
                 break
             move = self._next_move(lists[source], source)
             if move is None and num_heavy > 0:

@@ -1,7 +1,6 @@
 """Attention of decoding sequences over a paged KV cache on the CPU, in C: `decode_attention.c`, which this calls."""
 
 import ctypes
-import logging
 import struct
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,9 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.native import native_library
-
-logger = logging.getLogger(__name__)
+from kernels.native import checked_functions
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Data types of queries and cache that it takes, with the numbers by which the C source knows them."""
@@ -128,20 +125,13 @@ def _call(
 @cache
 def decode_function() -> Any | None:
     """The compiled function, which takes a packed `Call`; None where there is none, or where it computes wrongly."""
-    library = native_library("decode_attention.c")
-    if library is None:
-        return None
-    function = library.lora_fleet_decode_attention
-    function.argtypes, function.restype = (ctypes.c_char_p,), None
-    fault = _fault(function)
-    if fault is not None:
-        logger.warning("the compiled decode attention is not used, plain torch is: %s", fault)
-        return None
-    return function
+    functions = checked_functions("decode_attention.c", ["lora_fleet_decode_attention"], _fault)
+    return None if functions is None else functions[0]
 
 
-def _fault(function: Any) -> str | None:
-    """Whether the function computes wrongly, found by two short sequences; None where it is right."""
+def _fault(functions: tuple[Any, ...]) -> str | None:
+    """What is wrong with the function, found by two short sequences; None where it is right."""
+    (function,) = functions
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         queries, cache = (torch.randn(size, generator=generator) for size in ((2, 4, 16), (2, 3, 2, 16, 16)))

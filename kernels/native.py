@@ -14,8 +14,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,31 @@ def native_library(source: str) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         logger.warning("%s is not used, plain torch is: %s", source, error)
         return None
+
+
+def checked_functions(
+    source: str, names: Sequence[str], fault: Callable[[tuple[Any, ...]], str | None]
+) -> tuple[Any, ...] | None:
+    """Functions of a C source, each of which takes one packed struct; None where they are not to be used.
+
+    A compiler that nobody has tried them with made them on this machine: if it did so wrongly, the log says so once.
+
+    Args:
+        source: File name in this folder.
+        names: Of the functions.
+        fault: Says what is wrong with what they compute; None where they are right.
+    """
+    library = native_library(source)
+    if library is None:
+        return None
+    functions = tuple(getattr(library, name) for name in names)
+    for function in functions:
+        function.argtypes, function.restype = (ctypes.c_char_p,), None
+    reason = fault(functions)
+    if reason is not None:
+        logger.warning("%s, as compiled here, is not used, plain torch is: %s", source, reason)
+        return None
+    return functions
 
 
 def _load(source: Path) -> ctypes.CDLL:

@@ -3,8 +3,6 @@
 torch computes each of them in several passes over its input, in bf16 with copies to fp32 between.
 """
 
-import ctypes
-import logging
 import struct
 from functools import cache
 from typing import Any
@@ -13,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.native import native_library
-
-logger = logging.getLogger(__name__)
+from kernels.native import checked_functions
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Data types that the C source takes, with the numbers by which it knows them."""
@@ -90,23 +86,13 @@ def _call(function: Any, x: Tensor, out: Tensor, weight: Tensor | None, width: i
 
 
 @cache
-def row_functions() -> tuple[Any, Any] | None:
+def row_functions() -> tuple[Any, ...] | None:
     """The compiled functions of `rms_norm` and `gate`; None where there are none, or where they compute wrongly."""
-    library = native_library("row_operations.c")
-    if library is None:
-        return None
-    functions = library.lora_fleet_rms_norm, library.lora_fleet_gate
-    for function in functions:
-        function.argtypes, function.restype = (ctypes.c_char_p,), None
-    fault = _fault(functions)
-    if fault is not None:
-        logger.warning("the compiled row operations are not used, plain torch is: %s", fault)
-        return None
-    return functions
+    return checked_functions("row_operations.c", ["lora_fleet_rms_norm", "lora_fleet_gate"], _fault)
 
 
-def _fault(functions: tuple[Any, Any]) -> str | None:
-    """Whether the functions compute wrongly, found by a few rows; None where they are right."""
+def _fault(functions: tuple[Any, ...]) -> str | None:
+    """What is wrong with the functions, found by a few rows; None where they are right."""
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         x, weight = torch.randn(3, 74, generator=generator), torch.randn(74, generator=generator)

@@ -1,7 +1,6 @@
 """SGMV for short groups on the CPU, in C: see `sgmv_native.c`, which this calls."""
 
 import ctypes
-import logging
 import struct
 from functools import cache, lru_cache
 from typing import Any
@@ -10,9 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.loops import Loop, Segment
-from kernels.native import native_library
-
-logger = logging.getLogger(__name__)
+from kernels.native import checked_functions
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Data types of x and y that it takes, with the numbers by which the C source knows them."""
@@ -89,23 +86,13 @@ def _function() -> Any:
 @cache
 def sgmv_function() -> Any | None:
     """The compiled function, which takes a packed `Call`; None where there is none, or where it computes wrongly."""
-    library = native_library("sgmv_native.c")
-    if library is None:
-        return None
-    function = library.lora_fleet_sgmv
-    function.argtypes, function.restype = (ctypes.c_char_p,), None
-    fault = _fault(function)
-    if fault is not None:
-        logger.warning("the compiled SGMV is not used, plain torch is: %s", fault)
-        return None
-    return function
+    functions = checked_functions("sgmv_native.c", ["lora_fleet_sgmv"], _fault)
+    return None if functions is None else functions[0]
 
 
-def _fault(function: Any) -> str | None:
-    """Whether the function computes wrongly, found by a small product; None where it is right.
-
-    It is compiled on this machine by a compiler that nobody has tried it with.
-    """
+def _fault(functions: tuple[Any, ...]) -> str | None:
+    """What is wrong with the function, found by a small product; None where it is right."""
+    (function,) = functions
     slices, rank, slots = (9, 24), 13, ((1, 0, 1, 13), (0, 1, 6, 5))
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(0)

@@ -135,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", choices=["offline", "http"], help="only this part")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help="only these, in both parts")
+    parser.add_argument("--points", nargs="+", metavar="POINT", help="only these: BATCHxADAPTERS[xPROMPT]")
     parser.add_argument("--peers", type=Path, default=PEERS, help="interpreter of the peers' environment")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for results and logs")
     options = parser.parse_args(arguments)
@@ -147,6 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # This project's server is what the others are compared with.
         first, *others = plan.servers
         plan = replace(plan, systems=kept, servers=[first, *(kind for kind in others if kind.name in options.systems)])
+    if options.points:
+        kept_points = [point for point in plan.points if point.matches(options.points)]
+        kept_over_http = [point for point in plan.http_points if point.matches(options.points)]
+        if not kept_points:
+            parser.error(f"no point is {' or '.join(options.points)}; there are {', '.join(map(str, plan.points))}")
+        plan = replace(plan, points=kept_points, http_points=kept_over_http)
     if options.part:
         plan = replace(plan, systems=[]) if options.part == "http" else replace(plan, servers=[])
     cores = sorted(os.sched_getaffinity(0))[: options.threads]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,16 @@ class Point:
     prompt_tokens: int = PROMPT_TOKENS
     new_tokens: int = NEW_TOKENS
     vocab: int = 40_000
+
+    def __str__(self) -> str:
+        mixed = f"+{self.base_rows}" if self.is_mixed else ""
+        return f"{self.batch}x{self.adapters}{mixed}x{self.prompt_tokens}"
+
+    def matches(self, names: Collection[str]) -> bool:
+        """Whether it is one of them, which may leave the usual prompt length out."""
+        return str(self) in names or (
+            self.prompt_tokens == PROMPT_TOKENS and str(self).removesuffix(f"x{PROMPT_TOKENS}") in names
+        )
 
     @property
     def names(self) -> Names:

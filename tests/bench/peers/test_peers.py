@@ -155,6 +155,12 @@ def test_the_whole_course_runs_with_stand_ins(tmp_path: Path, capsys: pytest.Cap
     assert not _children()
 
 
+def test_points_are_chosen_by_name() -> None:
+    chosen = [point for point in all_points() if point.matches(["8x8", "32x0x512", "8x4+4"])]
+    assert chosen == [Point(32, 0, prompt_tokens=512), Point(8, 8), Point(8, 4, base_rows=4)]
+    assert len({str(point) for point in all_points()}) == len(list(all_points()))
+
+
 def test_every_goal_is_of_points_that_are_measured() -> None:
     places = {(point.batch, point.adapters, point.prompt_tokens) for point in all_points() if not point.is_mixed}
     names = {system.name for system in SYSTEMS}

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-LONG_ROWS = 64
-"""Rows from which a group is multiplied by torch's own matrix products: from there on they are faster than a kernel
-that reads B in the order it is stored in."""
+LONG_ROWS, LONG_WORK = 64, 576
+"""Rows, and rows times rank, from which a group is multiplied by torch's own matrix products: from there on they are
+faster than a kernel that reads B in its own order. Products of few ranks take less than calling torch does."""
 
 MAX_SHORT_ROWS = 224
-"""Most rows of a loop of short groups: the temporaries of even the widest layer stay below 16 MB."""
+"""Most rows of a loop of short groups, and of one: the temporaries of even the widest layer stay below 16 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,19 @@ class Segment:
     stop: int
     rank: int
 
+    @property
+    def is_short(self) -> bool:
+        """Whether it is too little for torch's matrix products."""
+        rows = self.stop - self.start
+        return rows < LONG_ROWS or (rows <= MAX_SHORT_ROWS and rows * self.rank < LONG_WORK)
+
 
 @dataclass(frozen=True, eq=False)
 class Loop:
     """Rows `[start, stop)` of neighbouring segments.
 
     Attributes:
-        segments: At least one. All have `LONG_ROWS`, or none has.
+        segments: At least one. All are short, or none is.
     """
 
     segments: tuple[Segment, ...]
@@ -51,8 +57,8 @@ class Loop:
 
     @property
     def is_short(self) -> bool:
-        """Whether the segments have fewer rows than `LONG_ROWS`."""
-        return self.lengths[0] < LONG_ROWS
+        """Whether the segments are."""
+        return self.segments[0].is_short
 
     @cached_property
     def num_rank_rows(self) -> int:
@@ -80,18 +86,14 @@ def _loops(segments: Sequence[Segment]) -> Iterator[Loop]:
     """Segments put together as far as they are neighbours, and all long or all short."""
     members: list[Segment] = []
     for segment in segments:
-        is_long = _is_long(segment)
+        is_short = segment.is_short
         if members and (
             segment.start != members[-1].stop
-            or is_long != _is_long(members[-1])
-            or (not is_long and segment.stop - members[0].start > MAX_SHORT_ROWS)
+            or is_short != members[-1].is_short
+            or (is_short and segment.stop - members[0].start > MAX_SHORT_ROWS)
         ):
             yield Loop(tuple(members))
             members = []
         members.append(segment)
     if members:
         yield Loop(tuple(members))
-
-
-def _is_long(segment: Segment) -> bool:
-    return segment.stop - segment.start >= LONG_ROWS

@@ -1,10 +1,9 @@
 """SGMV on the CPU: short groups in C, long ones as matrix products on views of the fp32 stacks. No weight is gathered.
 
-Short groups, of fewer than `LONG_ROWS` rows, go to `kernels.sgmv_native`, all of them in one call. Where that cannot be
-compiled, and for long groups, torch multiplies each group: bf16 rows are widened once, and rounded once. Long bf16
-groups are multiplied in bf16 (fp32 accumulation) where that makes up for the dispatch, 16 us a product, with bf16
-copies of their weights: those are kept, `MAX_COPIES_BYTES` at most in a process, and made anew when the stacks have
-been written to.
+Short groups (`kernels.loops`) go to `kernels.sgmv_native`, all of them in one call. Where that cannot be compiled, and
+for long groups, torch multiplies each group: bf16 rows are widened once, and rounded once. Long bf16 groups are
+multiplied in bf16 (fp32 accumulation) where that makes up for the dispatch, 16 us a product, with bf16 copies of their
+weights: those are kept, `MAX_COPIES_BYTES` at most in a process, and made anew when the stacks have been written to.
 
 Temporaries have at most `MAX_TEMPORARY` elements, or those of one row of x and y.
 """

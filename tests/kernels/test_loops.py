@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.loops import LONG_ROWS, MAX_SHORT_ROWS, cut
+from kernels.loops import LONG_ROWS, MAX_SHORT_ROWS, Segment, cut
 
-GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 80)), max_size=12)
+GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 300)), max_size=12)
 
 
 def groups_of(slots_and_lengths: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -30,8 +30,15 @@ def test_rows_of_a_loop_count_from_its_first_one() -> None:
 
 
 def test_long_groups_are_kept_apart_from_short_ones() -> None:
-    loops = cut(groups_of([(4, LONG_ROWS), (3, 900), (2, LONG_ROWS - 1), (1, 2)]), [8] * 5)
+    loops = cut(groups_of([(4, LONG_ROWS), (3, 900), (2, LONG_ROWS - 1), (1, 2)]), [16] * 5)
     assert [(loop.lengths, loop.is_short) for loop in loops] == [((64, 900), False), ((63, 2), True)]
+
+
+def test_a_group_is_long_by_its_rows_and_its_rank() -> None:
+    def longest_short(rank: int) -> int:
+        return max(rows for rows in range(1, 1000) if Segment(0, 0, rows, rank).is_short)
+
+    assert [longest_short(rank) for rank in (1, 2, 4, 8, 9, 16, 256)] == [224, 224, 143, 71, 63, 63, 63]
 
 
 def test_groups_of_rank_zero_add_nothing() -> None:
@@ -48,7 +55,7 @@ def test_loops_hold_every_row_once_with_its_own_slot(slots_and_lengths: list[tup
         slots = [segment.slot for segment in loop.segments for _ in range(segment.start, segment.stop)]
         assert loop.lengths == tuple(segment.stop - segment.start for segment in loop.segments)
         assert all(segment.rank == slot_ranks[segment.slot] for segment in loop.segments)
-        assert all((length < LONG_ROWS) == loop.is_short for length in loop.lengths)
+        assert all(segment.is_short == loop.is_short for segment in loop.segments)
         assert not loop.is_short or len(rows) <= MAX_SHORT_ROWS
         assert not found.keys() & set(rows)
         found.update(zip(rows, slots, strict=True))

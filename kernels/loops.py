@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-LONG_ROWS, LONG_WORK = 64, 576
-"""Rows, and rows times rank, from which a group is multiplied by torch's own matrix products: from there on they are
-faster than a kernel that reads B in its own order. Products of few ranks take less than calling torch does."""
+LONG_ROWS, LONG_WORK = 56, 256
+"""A group of rank r is multiplied by torch's own matrix products from `LONG_ROWS + LONG_WORK / r` rows on (72 at rank
+16): from there on they are faster than a kernel that reads B in the order it is stored in, in spite of their calls."""
 
 MAX_SHORT_ROWS = 224
 """Most rows of a loop of short groups, and of one: the temporaries of even the widest layer stay below 16 MB."""
@@ -27,7 +27,7 @@ class Segment:
     def is_short(self) -> bool:
         """Whether it is too little for torch's matrix products."""
         rows = self.stop - self.start
-        return rows < LONG_ROWS or (rows <= MAX_SHORT_ROWS and rows * self.rank < LONG_WORK)
+        return rows <= MAX_SHORT_ROWS and (rows - LONG_ROWS) * self.rank < LONG_WORK
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.bf16_copies import MAX_BLOCK_WEIGHTS, Bf16Copies, Bf16Weights
-from kernels.loops import LONG_ROWS, Loop, Segment
+from kernels.loops import Loop, Segment
 from kernels.schedule import Routing
 from kernels.sgmv_native import DTYPES, MAX_RANK, expand_native, sgmv_function, sgmv_native
 
@@ -30,7 +30,7 @@ _BF16_COPIES = Bf16Copies(MAX_COPIES_BYTES)
 _CACHED = 1 << 18
 """Elements of x and y of a loop or a block: 1 MB in fp32, what a core's own cache holds."""
 
-_MAX_BLOCK_WORK = LONG_ROWS * MAX_BLOCK_WEIGHTS
+_MAX_BLOCK_WORK = 64 * MAX_BLOCK_WEIGHTS
 """Rows times rank times output width up to which one product with zeros is faster than one for each projection."""
 
 _READ_AHEAD_RANK, _READ_AHEAD_ROWS = 32, 3
@@ -51,7 +51,7 @@ def sgmv_cpu(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Ro
     slices = tuple(slices)
     for loop in routing.loops:
         rows, target = _rows(x, loop), _rows(y, loop)
-        if not loop.is_short:
+        if not loop.is_short or (rows.dtype not in DTYPES and target.numel() > MAX_TEMPORARY):
             _add_long_loop(rows, a_stack, b_stack, target, loop, slices)
         elif rows.dtype in DTYPES:
             _add_short_loop(rows, a_stack, b_stack, target, loop, slices)
@@ -106,7 +106,7 @@ def _add_short_loop(
 
 def _block_rows(row_width: int) -> int:
     """Rows of one block of a long segment: as many as stay in cache, or enough to read the weights for."""
-    return max(1, min(max(_CACHED // row_width, LONG_ROWS), MAX_TEMPORARY // row_width))
+    return max(1, min(max(_CACHED // row_width, 64), MAX_TEMPORARY // row_width))
 
 
 def _add_in_fp32(

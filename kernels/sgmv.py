@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -250,18 +251,8 @@ def _triton_expand(
     expand_launch(planes, b_stack, y, tiles, block_m, max_groups, slices).run()
 
 
-def _fake_sgmv(
-    x: Tensor,
-    a_stack: Tensor,
-    b_stack: Tensor,
-    y: Tensor,
-    tiles: Tensor,
-    counters: Tensor | None,
-    block_m: int,
-    max_groups: int,
-    slices: Sequence[int],
-) -> None:
-    return None
+def _fake_in_place(*_arguments: Any) -> None:
+    """Of operators that change y and return nothing."""
 
 
 def _fake_shrink(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, max_groups: int, projections: int) -> Tensor:
@@ -270,12 +261,6 @@ def _fake_shrink(x: Tensor, a_stack: Tensor, tiles: Tensor, block_m: int, max_gr
     step = StepShape(device_name(x.device), num_rows, max_groups, block_m)
     tile = shrink_tile(step, width // projections, projections, in_features, x.element_size())
     return x.new_empty((tile.splits, num_rows, width), dtype=torch.float32)
-
-
-def _fake_expand(
-    planes: Tensor, b_stack: Tensor, y: Tensor, tiles: Tensor, block_m: int, max_groups: int, slices: Sequence[int]
-) -> None:
-    return None
 
 
 # The whole is one operator, so that nothing comes between its launches: the second may start before the first has
@@ -297,6 +282,6 @@ torch.library.define(
 torch.library.impl("lora_fleet::sgmv", ("cpu", "cuda"), _triton_sgmv)
 torch.library.impl("lora_fleet::sgmv_shrink", ("cpu", "cuda"), _triton_shrink)
 torch.library.impl("lora_fleet::sgmv_expand", ("cpu", "cuda"), _triton_expand)
-torch.library.register_fake("lora_fleet::sgmv", _fake_sgmv)
+torch.library.register_fake("lora_fleet::sgmv", _fake_in_place)
 torch.library.register_fake("lora_fleet::sgmv_shrink", _fake_shrink)
-torch.library.register_fake("lora_fleet::sgmv_expand", _fake_expand)
+torch.library.register_fake("lora_fleet::sgmv_expand", _fake_in_place)

@@ -2,82 +2,23 @@
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from lora_core.adapter_weights import SERVED_DTYPES, TensorInfo, list_keys
+from lora_core.base_shapes import EMBEDDINGS, BaseShapes
 from lora_core.config import MAX_LORA_RANK
 from lora_core.errors import InvalidAdapter
 from lora_core.module_patterns import ModuleRule, invalid_config
 from lora_core.peft_config import PeftConfig
-from lora_core.targets import DECODER_PATHS
 from lora_core.tensor_keys import (
     EMBEDDING_MODULE,
     HEAD_MODULE,
-    ModuleName,
     TensorKey,
     parse_copy_key,
     parse_tensor_key,
     parse_whole_weight_key,
 )
 from lora_core.types import LoRAType
-
-_EMBEDDINGS = (EMBEDDING_MODULE, HEAD_MODULE)
-
-
-@dataclass(frozen=True)
-class BaseShapes:
-    """Shapes of the base model's weights that adapters may change.
-
-    Attributes:
-        modules: `(out_features, in_features)` by normalised name; the embedding's are `(hidden, vocabulary)`.
-        num_layers: Decoder layers.
-        knows_weights: Copies of base weights will be compared with the base's values, not only with its shapes.
-    """
-
-    modules: Mapping[str, tuple[int, int]]
-    num_layers: int
-    knows_weights: bool
-
-    @classmethod
-    def of(
-        cls, projections: Mapping[str, tuple[int, int]], num_layers: int, *, knows_weights: bool = False
-    ) -> "BaseShapes":
-        """The shapes of a base model whose layers are alike.
-
-        Args:
-            projections: Shapes as in `modules`, by path inside a decoder layer, or by the PEFT name of a projection
-                that the decoder has (`lora_core.targets.DECODER_PATHS`); of embedding and head by their names.
-            num_layers: As the attribute.
-            knows_weights: As the attribute.
-        """
-        modules: dict[str, tuple[int, int]] = {}
-        for name, shape in projections.items():
-            path = DECODER_PATHS.get(name, name)
-            places = [path] if path in _EMBEDDINGS else [f"layers.{layer}.{path}" for layer in range(num_layers)]
-            modules.update(dict.fromkeys(places, shape))
-        return cls(modules, num_layers, knows_weights)
-
-    def weight_shape(self, module: ModuleName) -> tuple[int, int] | None:
-        """Shape of a module's weight in the checkpoint, if adapters may change the module."""
-        shape = self.modules.get(module.name)
-        return shape[::-1] if shape is not None and module.name == EMBEDDING_MODULE else shape
-
-    def accepts_copy(self, module: ModuleName, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape can be a copy of the base weight of `module`."""
-        expected = self.weight_shape(module)
-        if expected is None and module.path in _EMBEDDINGS:
-            # The hidden size is known from any projection that reads the residual stream.
-            return len(shape) == 2 and any(shape[1] == width for _, width in self.modules.values())
-        return shape == expected
-
-    def describe(self) -> str:
-        """The modules adapters may change, for an error message."""
-        first = "layers.0."
-        paths = [name.removeprefix(first) for name in self.modules if name.startswith(first)]
-        outside = [name for name in _EMBEDDINGS if name in self.modules]
-        inside = f"{list_keys(paths, limit=10) or 'nothing'} in each layer"
-        return f"{inside}, and {' and '.join(outside)}" if outside else inside
 
 
 class ModulePlan(NamedTuple):
@@ -252,7 +193,7 @@ def _place(key: TensorKey, base: BaseShapes) -> _Foreign | None:
     if name in base.modules:
         return None
     # The setting leaves out both embedding and head: where one is adapted, it is not what leaves out the other.
-    return _Foreign.MODULE if any(name in base.modules for name in _EMBEDDINGS) else _Foreign.EMBEDDING
+    return _Foreign.MODULE if any(name in base.modules for name in EMBEDDINGS) else _Foreign.EMBEDDING
 
 
 def _explain(key: str) -> _Foreign:

@@ -151,6 +151,13 @@ class EngineSettings(Settings):
     max_loras_per_step: int | None = Field(
         default=None, ge=1, description="Most adapters in one step; more take turns. Unset: as many as have slots."
     )
+    attention_backend: Literal["triton", "flashinfer"] = Field(
+        default="triton",
+        description=(
+            "On a GPU: whose kernels attend. triton: this project's. flashinfer: FlashInfer's, where flashinfer-python "
+            "is installed and serves the model; else the log says why, and triton's do."
+        ),
+    )
     cuda_graphs: Literal["none", "common", "all"] = Field(
         default="common",
         description=(
@@ -169,6 +176,13 @@ class EngineSettings(Settings):
         default=None,
         description=(
             "Prepare the next step while the device computes the last one, whose tokens it keeps. Unset: on a GPU."
+        ),
+    )
+    compile: bool = Field(
+        default=False,
+        description=(
+            "Fuse what layers compute between products and attention by torch.compile, at start. Meant for GPUs; a CPU "
+            "gains nothing, and needs a C++ compiler for it."
         ),
     )
     num_threads: int | None = Field(

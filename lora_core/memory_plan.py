@@ -45,7 +45,8 @@ class EngineSizes:
 class MemorySettings:
     """The settings that decide how much memory an engine takes, by their names, and how many graphs it captures.
 
-    `max_num_loras` is 0 with LoRA off; `kv_cache_tokens` is None where the rest of the memory is the KV cache's.
+    `attention_bytes` is what an attention library takes for itself; `max_num_loras` is 0 with LoRA off;
+    `kv_cache_tokens` is None where the rest of the memory is the KV cache's.
     """
 
     max_num_loras: int
@@ -57,6 +58,7 @@ class MemorySettings:
     kv_cache_tokens: int | None
     gpu_memory_utilization: float = 1.0
     num_graphs: int = 0
+    attention_bytes: int = 0
     host_memory_bytes: int = 0
 
 
@@ -162,6 +164,8 @@ def _parts_but_kv(sizes: EngineSizes, settings: MemorySettings, is_gpu: bool) ->
     parts.append(Part("activations", activations, f"max_num_batched_tokens {settings.max_num_batched_tokens}"))
     if is_gpu:
         parts.append(Part("libraries", LIBRARY_BYTES, "kernels and workspaces, about"))
+    if settings.attention_bytes:
+        parts.append(Part("attention", settings.attention_bytes, "workspaces of attention_backend"))
     if settings.num_graphs:
         buffers = settings.num_graphs * GRAPH_BYTES + settings.max_num_seqs * sizes.row
         parts.append(Part("graphs", buffers, f"{settings.num_graphs} graphs, about"))

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_core.adapter_layout import AdapterPlan, BaseShapes, plan_modules
+from lora_core.adapter_layout import AdapterPlan, plan_modules
 from lora_core.adapter_tensors import TensorLoader, take_modules
 from lora_core.adapter_weights import AdapterWeights
+from lora_core.base_shapes import BaseShapes
 from lora_core.lap_clock import LapClock
 from lora_core.module_loader import load_modules
 from lora_core.module_patterns import invalid_config

@@ -1,9 +1,9 @@
 """Attention over a paged KV cache: where a step writes its keys and values, and which pages each sequence reads.
 
 All of a step's index arithmetic is done once, on the host, by `build_attention`, and shared by its layers. Pages are
-read where they lie by the Triton kernels of `kernels.paged_attention`, where a device runs them, and for sequences that
-decode on the CPU by `kernels.decode_attention`; elsewhere they are gathered in plain torch. What `build_attention` was
-given decides, and `attend` follows.
+read where they lie by the Triton kernels of `kernels.paged_attention` or by FlashInfer, where a device runs them, and
+for sequences that decode on the CPU by `kernels.decode_attention`; elsewhere they are gathered in plain torch. What
+`build_attention` was given decides, and `attend` follows.
 """
 
 import logging
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import PagedLayout, PagedSchedule, build_paged_schedule, paged_attention
+from kernels.flashinfer_attention import FlashInferAttention, FlashInferStep, PageLists
 from kernels.paged_attention import layout_fault
 from kernels.support import triton_fault, warn_of_fallback
 from lora_core.engine.gathered_attention import (
@@ -49,14 +50,16 @@ class AttentionMetadata:
         fresh_blocks: int64, blocks whose first token this step writes: to be cleared before it; None without any, and
             where nothing reads what a block holds past its sequence's end, as the kernels do not.
         reads: What is gathered, by window in tokens; None is the whole past. Windows that reach past every sequence
-            share one object. Empty where the Triton kernels attend.
-        schedule: What the Triton kernels read, for all windows; None where pages are gathered.
+            share one object. Empty where kernels read pages where they lie.
+        schedule: What the Triton kernels read, for all windows; None where they do not attend.
+        planned: What FlashInfer computes; None where it does not attend.
     """
 
     write_rows: Tensor
     fresh_blocks: Tensor | None
     reads: Mapping[int | None, AttentionReads]
     schedule: PagedSchedule | None = None
+    planned: FlashInferStep | None = None
 
 
 def paged_layout(layout: KVLayout, num_heads: int, *, dtype: torch.dtype, device: torch.device) -> PagedLayout | None:
@@ -90,6 +93,7 @@ def build_attention(
     dtype: torch.dtype,
     device: torch.device,
     paged: PagedLayout | None = None,
+    flashinfer: FlashInferAttention | None = None,
 ) -> AttentionMetadata:
     """Lay out a step's attention from its sequences, in row order.
 
@@ -101,6 +105,7 @@ def build_attention(
         dtype: Of the model's activations.
         device: Where the step runs.
         paged: What `paged_layout` gives for the model: the Triton kernels attend. None: pages are gathered.
+        flashinfer: Attends in their place.
     """
     q_lens = np.array([span.q_len for span in spans])
     kv_lens = np.array([span.kv_len for span in spans])
@@ -111,6 +116,9 @@ def build_attention(
     positions = token_positions(q_lens, kv_lens)
     blocks, offsets = tables[sequence, positions // layout.block_size], positions % layout.block_size
     write_rows = to_device(layout.token_rows(blocks, offsets).reshape(-1), device)
+    if flashinfer is not None:
+        lists = PageLists.of(q_lens, kv_lens, [span.block_table for span in spans], layout.block_size)
+        return AttentionMetadata(write_rows, None, {}, planned=flashinfer.plan(lists))
     if paged is not None:
         return AttentionMetadata(write_rows, None, {}, _schedule(spans, q_lens, kv_lens, paged, device))
 
@@ -174,7 +182,9 @@ def attend(
     Returns:
         `[T, num_heads * head_dim]`.
     """
-    if attention.schedule is not None:
+    if attention.planned is not None:
+        out = attention.planned.attend(queries, cache, scale=scale, window=window, softcap=softcap)
+    elif attention.schedule is not None:
         out = paged_attention(queries, cache, attention.schedule, scale=scale, window=window, softcap=softcap)
     else:
         out = attend_gathered(queries, key_values, cache, attention.reads[window], scale, window, softcap)

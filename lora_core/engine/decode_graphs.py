@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import PagedLayout, PagedSchedule, Routing, build_paged_schedule
+from kernels import Routing
 from lora_core.engine.attention import AttentionMetadata
 from lora_core.engine.buckets import block_buckets, row_buckets, smallest
+from lora_core.engine.decode_tables import DecodeTables
 from lora_core.engine.kernel_variants import Progress
 from lora_core.engine.kv_cache import Ints, KVLayout
 from lora_core.engine.recorder import Recorder, Run
@@ -79,10 +80,11 @@ class DecodeGraphs:
         forward: Forward,
         sizes: GraphSizes,
         layout: KVLayout,
-        paged: PagedLayout,
+        tables: DecodeTables,
         recorder: Recorder,
         *,
         hidden_size: int,
+        dtype: torch.dtype,
         device: torch.device,
         manager: LoRAManagerV3,
         wrapper: LoRAModelWrapper | None,
@@ -93,22 +95,22 @@ class DecodeGraphs:
             forward: What is captured.
             sizes: At which sizes.
             layout: Of the KV cache; its last block is nobody's.
-            paged: The same, for the attention kernels.
+            tables: What attention reads of a step.
             recorder: Captures.
             hidden_size: Of the hidden states.
+            dtype: Of the same.
             device: Where steps run.
             manager: Routes the steps.
             wrapper: Puts a routing in force; None where adapters are not served.
         """
         self._forward, self._sizes, self._recorder = forward, sizes, recorder
-        self._layout, self._paged, self._device = layout, paged, device
+        self._layout, self._tables, self._device = layout, tables, device
         self._manager, self._wrapper = manager, wrapper
         self.num_replays = 0
         """Steps that were replayed, since the start."""
-        self._hidden = torch.zeros(sizes.rows[-1], hidden_size, dtype=paged.dtype, device=device)
+        self._hidden = torch.zeros(sizes.rows[-1], hidden_size, dtype=dtype, device=device)
         self._buffers: dict[int, StepBuffers] = {}
         self._routings: dict[int, Routing] = {}
-        self._schedules: dict[tuple[int, int], PagedSchedule] = {}
         self._replays: dict[_Shape, Run] = {}
         for rows in sizes.rows:
             # Each array anew: a buffer on the CPU shares its memory.
@@ -121,8 +123,7 @@ class DecodeGraphs:
         """Capture every graph: the largest first, whose memory the others use again."""
         done = 0
         for rows, blocks in self._sizes.tables:
-            schedule = self._schedules[rows, blocks] = self._schedule([], [], rows, blocks, None)
-            attention = AttentionMetadata(self._buffers[rows].write_rows, None, {}, schedule)
+            attention = self._tables.make(rows, blocks, self._buffers[rows].write_rows)
             for adapted in self._sizes.adapted:
                 progress("capturing graphs", done, self._sizes.num_graphs)
                 self._replays[_Shape(rows, blocks, adapted)] = self._record(rows, attention, adapted)
@@ -155,7 +156,7 @@ class DecodeGraphs:
         upload_step(*self._padded(step.token_ids, step.kv_lens, step.block_tables, rows), self._device, buffers)
         if pending is not None:
             fill_pending(buffers.token_ids, pending)
-        self._schedule(step.kv_lens, step.block_tables, rows, blocks, self._schedules[rows, blocks].buffer)
+        self._tables.fill(rows, blocks, step.kv_lens, step.block_tables)
         replay()
         self.num_replays += 1
         return self._hidden[:num_rows], routing
@@ -193,28 +194,6 @@ class DecodeGraphs:
         places = (positions[:count] // size).tolist()
         blocks[:count] = [table[place] for table, place in zip(tables, places, strict=True)]
         return ids, positions, self._layout.token_rows(blocks, positions % size).reshape(-1)
-
-    def _schedule(
-        self,
-        kv_lens: Sequence[int] | Ints,
-        tables: Sequence[list[int]],
-        rows: int,
-        blocks: int,
-        into: Tensor | None,
-    ) -> PagedSchedule:
-        return build_paged_schedule(
-            [1] * len(kv_lens),
-            np.asarray(kv_lens, np.int64).tolist(),
-            tables,
-            layout=self._paged,
-            num_rows=rows,
-            max_sequences=rows,
-            max_blocks=blocks,
-            max_decodes=rows,
-            max_chunks=0,
-            device=self._device,
-            into=into,
-        )
 
     def _record(self, rows: int, attention: AttentionMetadata, adapted: Adapted) -> Run:
         def run() -> None:

@@ -11,6 +11,7 @@ from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.block_tables import BlockTables
 from lora_core.engine.blocks import BlockPool
 from lora_core.engine.compilations import Compilations
+from lora_core.engine.deltas import failure, overdue, token_delta, wrong_logits
 from lora_core.engine.drain import Drain
 from lora_core.engine.end_of_text import eos_token_ids
 from lora_core.engine.grammars import Grammars
@@ -21,13 +22,12 @@ from lora_core.engine.prompt_scores import score_prompts
 from lora_core.engine.request import Limits, Request, ScheduledBatch, check
 from lora_core.engine.runner import ModelRunner
 from lora_core.engine.sampler import Choice, sample
-from lora_core.engine.sampler_state import SamplerState
 from lora_core.engine.scheduler import Scheduler
 from lora_core.engine.steps_ahead import StepsAhead
 from lora_core.engine.warm_up import ignore_progress, warm_up_requests
 from lora_core.engine.work_meter import WorkMeter
 from lora_core.engine.write_pace import WritePace
-from lora_core.errors import AdapterError, AdapterLost, AdapterUnloaded, ConfigError, InvalidRequest
+from lora_core.errors import AdapterError, AdapterLost, ConfigError, InvalidRequest
 from lora_core.messages import EngineReady, GenerateRequest, TokenDelta, TokenLogprobs
 from lora_core.types import LoRAStatus
 from lora_core.workload import Workload
@@ -149,7 +149,7 @@ class LLMEngine:
         try:
             request = self._accept(message)
         except (InvalidRequest, AdapterError) as error:
-            self._refused.append(_failure(message.request_id, str(error), type(error).__name__))
+            self._refused.append(failure(message.request_id, str(error), type(error).__name__))
             return
         self._requests[request.request_id] = request
         self._ahead.watch(request, self._limits.vocab_size)
@@ -179,7 +179,7 @@ class LLMEngine:
         for request in list(self._requests.values()):
             if request.adapter is not None and request.adapter.name == name:
                 self._drop(request)
-                self._refused.append(_failure(request.request_id, reason, AdapterLost.__name__))
+                self._refused.append(failure(request.request_id, reason, AdapterLost.__name__))
         self.manager.reset_adapter(name)
 
     def workload(self) -> Workload:
@@ -265,28 +265,16 @@ class LLMEngine:
         if message.request_id in self._requests:
             raise InvalidRequest(f"request id {message.request_id!r} is in use; give each request its own")
         check(message, self._limits)
-        sampling = message.sampling
         # Last, because from here on the adapter must be released.
         adapter = None if message.lora_name is None else self.manager.acquire(message.lora_name)
-        return Request(
-            request_id=message.request_id,
-            token_ids=list(message.prompt_token_ids),
-            num_prompt_tokens=len(message.prompt_token_ids),
-            arrival=next(self._arrivals),
-            sampling=sampling,
-            adapter=adapter,
-            cache_salt=message.cache_salt,
-            sampler=SamplerState.start(sampling, message.prompt_token_ids, self._eos_token_ids),
-            # The logits of the whole prompt are needed, and shared blocks have none.
-            may_share_blocks=sampling.prompt_logprobs is None,
-        )
+        return Request.of(message, adapter, arrival=next(self._arrivals), eos_token_ids=self._eos_token_ids)
 
     def _schedule(self) -> ScheduledBatch:
         """The next batch; the requests it gives up are answered by this step."""
         batch = self._scheduler.schedule()
         for request, error in batch.lost:
             self._forget(request)
-            self._refused.append(_failure(request.request_id, str(error), type(error).__name__))
+            self._refused.append(failure(request.request_id, str(error), type(error).__name__))
         return batch
 
     def _end_overdue_requests(self) -> None:
@@ -294,16 +282,12 @@ class LLMEngine:
         retired = self.manager.retired()
         if not retired and self._drain.is_idle:
             return
-        overdue = self._drain.overdue(retired, self._clock())
+        late = self._drain.overdue(retired, self._clock())
         for request in list(self._requests.values()):
-            if request.adapter is None or request.adapter not in overdue:
+            if request.adapter is None or request.adapter not in late:
                 continue
             self._drop(request)
-            message = (
-                f"LoRA adapter {request.adapter.name!r} was unloaded or replaced, and the request did not end within "
-                f"{self._drain.timeout_s:g} s of that; send it again, or raise lora_config.drain_timeout_s"
-            )
-            self._refused.append(_failure(request.request_id, message, AdapterUnloaded.__name__))
+            self._refused.append(overdue(request, self._drain.timeout_s))
 
     def _run(self, batch: ScheduledBatch) -> list[TokenDelta]:
         """Compute a batch of at least one row, and choose the next token of each row that is due."""
@@ -347,7 +331,7 @@ class LLMEngine:
         constraint = request.sampler.constraint
         if constraint is not None and constraint.error is not None:
             self._finish(request)
-            return _failure(request.request_id, constraint.error, InvalidRequest.__name__)
+            return failure(request.request_id, constraint.error, InvalidRequest.__name__)
         request.token_ids.append(choice.token_id)
         request.sampler.take(choice.token_id)
         return self.answer(request, len(request.token_ids), choice.logprobs)
@@ -357,23 +341,13 @@ class LLMEngine:
         reason = request.finish_reason(self._eos_token_ids, num_tokens)
         if reason is not None:
             self._finish(request)
-        is_first = num_tokens == request.num_prompt_tokens + 1
-        scores_prompt = is_first and request.sampling.prompt_logprobs is not None
-        return TokenDelta(
-            request.request_id,
-            [request.token_ids[num_tokens - 1]],
-            reason,
-            logprobs=None if logprobs is None else [logprobs],
-            prompt_logprobs=request.sampler.prompt_scores if scores_prompt else None,
-            num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
-        )
+        return token_delta(request, num_tokens, reason, logprobs)
 
     def fail_for_logits(self, request: Request) -> TokenDelta:
         """End a request whose logits are not finite."""
         self._scheduler.fail(request)
         self._forget(request)
-        model = "the base model" if request.adapter is None else f"LoRA adapter {request.adapter.name!r}"
-        return _failure(request.request_id, f"{model} gave logits that are not finite (NaN or infinity)")
+        return wrong_logits(request)
 
     def _with_refused(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """The deltas of a step, and those of requests that were refused since the last one."""
@@ -387,7 +361,7 @@ class LLMEngine:
         for request, error in self._compilations.take_done():
             if error is not None:
                 self._forget(request)
-                self._refused.append(_failure(request.request_id, str(error), type(error).__name__))
+                self._refused.append(failure(request.request_id, str(error), type(error).__name__))
                 continue
             # The queue is in order of arrival, and others have come to it meanwhile.
             request.arrival = next(self._arrivals)
@@ -417,7 +391,3 @@ class LLMEngine:
         self._work.ended(request)
         if request.adapter is not None:
             self.manager.release(request.adapter)
-
-
-def _failure(request_id: str, error: str, error_type: str = "EngineError") -> TokenDelta:
-    return TokenDelta(request_id, [], "error", error, error_type)

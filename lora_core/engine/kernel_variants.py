@@ -186,6 +186,7 @@ def engine_launches(
     max_blocks: int,
     graph_tables: Iterable[tuple[int, int]],
     device: torch.device,
+    attends: bool = True,
 ) -> "list[Launch]":
     """One launch of each variant that the steps of an engine can ask for.
 
@@ -200,6 +201,7 @@ def engine_launches(
         max_blocks: Most cache blocks of a sequence.
         graph_tables: Rows and blocks of the attention tables of each graph.
         device: Where steps run.
+        attends: Whether they attend by these kernels, not by another library's.
     """
     attention = AttentionKernels(
         layout=layout,
@@ -209,7 +211,7 @@ def engine_launches(
         device=device,
     )
     plain = [(rows, blocks) for rows in _powers(min(max_rows, max_seqs)) for blocks in _powers(max_blocks)]
-    found = [*attention.launches(plain), *attention.launches(graph_tables, has_chunks=False)]
+    found = [*attention.launches(plain), *attention.launches(graph_tables, has_chunks=False)] if attends else []
     if sites:
         biased = {"self_attn.qkv_proj": config.qkv_bias, "self_attn.o_proj": config.output_bias}
         biased |= dict.fromkeys(("mlp.gate_up_proj", "mlp.down_proj"), config.mlp_bias)

@@ -44,7 +44,9 @@ def engine_sizes(
     )
 
 
-def memory_settings(engine: EngineSettings, lora: LoRAConfig, *, max_model_len: int, num_graphs: int) -> MemorySettings:
+def memory_settings(
+    engine: EngineSettings, lora: LoRAConfig, *, max_model_len: int, num_graphs: int, attention_bytes: int = 0
+) -> MemorySettings:
     """The settings that matter, with what they are where they are unset."""
     return MemorySettings(
         max_num_loras=lora.max_num_loras if lora.enable_lora else 0,
@@ -56,6 +58,7 @@ def memory_settings(engine: EngineSettings, lora: LoRAConfig, *, max_model_len: 
         kv_cache_tokens=engine.kv_cache_tokens,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         num_graphs=num_graphs,
+        attention_bytes=attention_bytes,
         host_memory_bytes=lora.host_memory_bytes,
     )
 

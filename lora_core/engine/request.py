@@ -67,6 +67,32 @@ class Request:
     num_outputs_before: int = 0
     """Tokens that had been generated when it last began to run."""
 
+    @classmethod
+    def of(
+        cls, message: GenerateRequest, adapter: AdapterRef | None, *, arrival: int, eos_token_ids: frozenset[int]
+    ) -> "Request":
+        """From a message that `check` has passed.
+
+        Args:
+            message: What is asked for.
+            adapter: The adapter it names, acquired for it.
+            arrival: As the attribute.
+            eos_token_ids: The tokens with which the model ends an answer.
+        """
+        sampling = message.sampling
+        return cls(
+            request_id=message.request_id,
+            token_ids=list(message.prompt_token_ids),
+            num_prompt_tokens=len(message.prompt_token_ids),
+            arrival=arrival,
+            sampling=sampling,
+            adapter=adapter,
+            cache_salt=message.cache_salt,
+            sampler=SamplerState.start(sampling, message.prompt_token_ids, eos_token_ids),
+            # The logits of the whole prompt are needed, and shared blocks have none.
+            may_share_blocks=sampling.prompt_logprobs is None,
+        )
+
     def __post_init__(self) -> None:
         self.block_hashes = BlockHashes(self.adapter, self.cache_salt)
 

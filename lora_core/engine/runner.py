@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import Routing
+from kernels.flashinfer_attention import FlashInferAttention, open_flashinfer
 from kernels.sgmv_native import sgmv_function
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.attention import (
@@ -19,10 +20,12 @@ from lora_core.engine.attention import (
     token_positions,
 )
 from lora_core.engine.decode_graphs import DecodeGraphs, GraphSizes
+from lora_core.engine.decode_tables import DecodeTables, FlashInferTables, TritonTables
+from lora_core.engine.engine_plan import DTYPES, graph_sizes, plan_engine, served_config
 from lora_core.engine.flight import Flight
 from lora_core.engine.kernel_variants import Progress, compile_all, engine_launches
 from lora_core.engine.kv_cache import Ints, KVCache, KVLayout
-from lora_core.engine.memory_sizes import engine_sizes, free_bytes, memory_faults, memory_settings
+from lora_core.engine.memory_sizes import memory_faults
 from lora_core.engine.recorder import recorder_for
 from lora_core.engine.request import ScheduledBatch
 from lora_core.engine.step_buffers import PendingTokens, StepBuffers, fill_pending, to_device
@@ -31,10 +34,8 @@ from lora_core.engine.warm_up import WARM_UP_TOKENS, ignore_progress
 from lora_core.errors import ConfigError
 from lora_core.layers import LoRALayer, LoRAModelWrapper, lora_layers
 from lora_core.manager import LoRAManagerV3
-from lora_core.memory_plan import MemoryPlan, plan_memory
-from lora_core.models.architectures import decoder_config, read_hf_config
 from lora_core.models.decoder import DecoderConfig
-from lora_core.models.split import share_of, whole_of
+from lora_core.models.split import whole_of
 from lora_core.models.weights import load_decoder
 from lora_core.parallel.group import RankGroup
 from lora_core.parallel.leader import Leader
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from kernels.launch import Launch
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ModelRunner:
@@ -75,6 +74,7 @@ class ModelRunner:
             EngineDead: another rank could not be started.
         """
         self.device = rank_device(engine_config.device, 0 if group is None else group.shard.rank)
+        self._is_compiled = False
         self._leader: Leader | None = None
         if group is None and engine_config.tensor_parallel_size > 1:
             self._leader = Leader(engine_config, lora_config, self.device)
@@ -88,7 +88,7 @@ class ModelRunner:
 
     def _start(self, engine_config: EngineConfig, lora_config: LoRAConfig, group: RankGroup | None) -> None:
         """Plan the memory, and take it; on all ranks."""
-        self.plan = _plan(engine_config, lora_config, self.device, group)
+        self.plan = plan_engine(engine_config, lora_config, self.device, None if group is None else group.shard)
         if group is not None:
             # A block has the same number on all ranks.
             least = group.least if self._leader is None else self._leader.least
@@ -112,7 +112,7 @@ class ModelRunner:
             group=group,
         )
         self.dtype = self._decoder.dtype
-        self.config = _limit_length(_restrict_targets(config, lora_config), engine_config.max_model_len)
+        self.config = served_config(config, engine_config, lora_config)
         self.manager = _manager(self.config, engine_config, lora_config, self.dtype, self.device, self._leader)
         # Without adapters the model runs as it is; with them, the wrapper puts the routing in force.
         self._wrapper: LoRAModelWrapper | None = None
@@ -133,8 +133,17 @@ class ModelRunner:
         )
         spared = replace(self._layout, num_blocks=self.num_blocks + 1)
         self._paged = paged_layout(spared, config.num_heads, dtype=self.dtype, device=self.device)
+        self._flashinfer: FlashInferAttention | None = None
         if self._paged is not None:
             self._layout = spared
+            if engine_config.attention_backend == "flashinfer":
+                self._flashinfer = open_flashinfer(
+                    self._paged,
+                    windows=config.windows,
+                    scale=config.attention_scale,
+                    softcap=config.score_softcap,
+                    device=self.device,
+                )
         self._graphs: DecodeGraphs | None = None
         self.kv_cache = KVCache(self._layout, config.num_layers, dtype=self.dtype, device=self.device)
 
@@ -165,13 +174,37 @@ class ModelRunner:
             max_blocks=sizes.blocks[-1],
             graph_tables=list(sizes.tables) if sizes.adapted else [],
             device=self.device,
+            attends=self._flashinfer is None,
         )
 
     def compile_kernels(self, progress: Progress = ignore_progress) -> None:
-        """Compile every kernel that a step can ask for, on this rank and then on the others."""
+        """Compile every kernel that a step can ask for, on this rank and then on the others.
+
+        Raises:
+            ConfigError: the setting `compile` needs what this machine lacks.
+        """
+        if self._engine_config.compile:
+            progress("compiling layers", 0, 1)
+            self._compile_layers()
+            progress("compiling layers", 1, 1)
         if self.device.type == "cuda" and self._paged is not None:
             compile_all(self.kernel_launches(), progress)
         self.call_ranks("compile_kernels")
+
+    def _compile_layers(self) -> None:
+        """Let steps run compiled code where it serves them, and compile no more."""
+        # Importing it takes seconds.
+        from torch._dynamo.exc import BackendCompilerFailed
+
+        try:
+            self._decoder.compile_between()
+        except BackendCompilerFailed as error:
+            why = (str(error.inner_exception).splitlines() or [""])[0]
+            raise ConfigError(
+                f"engine.compile is true, and torch.compile failed ({type(error.inner_exception).__name__}: {why}); on "
+                "a CPU it needs a C++ compiler; set engine.compile to false"
+            ) from error
+        self._is_compiled = True
 
     def capture_graphs(self, progress: Progress = ignore_progress) -> None:
         """Capture the graphs of steps in which every sequence decodes; `execute` replays them from here on."""
@@ -180,13 +213,20 @@ class ModelRunner:
         if self._paged is None or recorder is None or not sizes.adapted:
             return
         with memory_faults(self.plan):
+            tables: DecodeTables = TritonTables(self._paged, self.device)
+            if self._flashinfer is not None:
+                # Its tables are the same whatever the longest sequence.
+                sizes = sizes._replace(blocks=sizes.blocks[-1:])
+                largest = {"max_rows": sizes.rows[-1], "max_blocks": sizes.blocks[-1]}
+                tables = FlashInferTables(self._flashinfer, self._layout, **largest)
             graphs = DecodeGraphs(
                 self._forward,
                 sizes,
                 self._layout,
-                self._paged,
+                tables,
                 recorder,
                 hidden_size=self.config.hidden_size,
+                dtype=self.dtype,
                 device=self.device,
                 manager=self.manager,
                 wrapper=self._wrapper,
@@ -251,6 +291,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             paged=self._paged,
+            flashinfer=self._flashinfer,
         )
         if attention.fresh_blocks is not None:
             self.kv_cache.clear(attention.fresh_blocks)
@@ -264,7 +305,9 @@ class ModelRunner:
             return self._forward(buffers, attention), routing
 
     def _forward(self, buffers: StepBuffers, attention: AttentionMetadata) -> Tensor:
-        hidden: Tensor = self._decoder(buffers.token_ids, buffers.positions, attention, self.kv_cache.layers)
+        # What was not compiled at start runs as it is: no request pays for a compilation.
+        with torch.compiler.set_stance("eager_on_recompile") if self._is_compiled else nullcontext():
+            hidden: Tensor = self._decoder(buffers.token_ids, buffers.positions, attention, self.kv_cache.layers)
         return hidden
 
     def check_ranks(self) -> None:
@@ -299,38 +342,7 @@ class ModelRunner:
         return nullcontext() if self._wrapper is None else self._wrapper.routed(routing)
 
     def _graph_sizes(self) -> GraphSizes:
-        return _graph_sizes(self._engine_config, self._lora_config, self.config, self.plan.kv_cache_tokens)
-
-
-def _graph_sizes(
-    engine: EngineConfig, lora: LoRAConfig, config: DecoderConfig, kv_cache_tokens: int | None
-) -> GraphSizes:
-    """The sizes of an engine's graphs; none for a model on several devices, whose steps wait for each other."""
-    longest = config.max_model_len if kv_cache_tokens is None else min(config.max_model_len, kv_cache_tokens)
-    return GraphSizes.choose(
-        engine.cuda_graphs if engine.tensor_parallel_size == 1 else "none",
-        max_rows=min(engine.max_graph_seqs, engine.max_num_seqs, engine.max_num_batched_tokens),
-        max_model_len=longest,
-        block_size=engine.block_size,
-        has_lora=lora.enable_lora,
-    )
-
-
-def _plan(engine: EngineConfig, lora: LoRAConfig, device: torch.device, group: RankGroup | None) -> MemoryPlan:
-    """What the engine will take of its device."""
-    hf_config = read_hf_config(engine.model)
-    whole = _limit_length(_restrict_targets(decoder_config(hf_config), lora), engine.max_model_len)
-    config = whole if group is None else share_of(whole, group.shard)
-    declared = DTYPES[engine.dtype] or hf_config.dtype
-    # A checkpoint that declares none is as wide as its tensors: fp32 at most.
-    dtype = declared if isinstance(declared, torch.dtype) else torch.float32
-    num_graphs = _graph_sizes(engine, lora, config, engine.kv_cache_tokens).num_graphs if device.type == "cuda" else 0
-    return plan_memory(
-        engine_sizes(config, engine, lora, dtype=dtype, device=device),
-        memory_settings(engine, lora, max_model_len=config.max_model_len, num_graphs=num_graphs),
-        device=str(device),
-        free_bytes=free_bytes(device),
-    )
+        return graph_sizes(self._engine_config, self._lora_config, self.config, self.plan.kv_cache_tokens)
 
 
 def rank_device(setting: str, rank: int) -> torch.device:
@@ -340,24 +352,6 @@ def rank_device(setting: str, rank: int) -> torch.device:
     if setting == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', and torch finds no CUDA device here; set it to 'cpu' or 'auto'")
     return torch.device(setting, rank) if setting == "cuda" and rank else torch.device(setting)
-
-
-def _restrict_targets(config: DecoderConfig, lora_config: LoRAConfig) -> DecoderConfig:
-    if lora_config.adapt_embeddings:
-        return config
-    return replace(config, targets=tuple(target for target in config.targets if target.kind == "layer"))
-
-
-def _limit_length(config: DecoderConfig, max_model_len: int | None) -> DecoderConfig:
-    if max_model_len is None:
-        return config
-    if max_model_len > config.max_model_len:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}, and the model is made for {config.max_model_len} tokens "
-            "(max_position_embeddings in its config.json, or original_max_position_embeddings with longrope); "
-            "lower max_model_len, or leave it unset"
-        )
-    return replace(config, max_model_len=max_model_len)
 
 
 def _manager(

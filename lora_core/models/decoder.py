@@ -3,19 +3,18 @@
 A step is flat: T token rows of several sequences, no batch dimension and no padding.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.linear_cpu import PackedLinear
 from lora_core.engine.attention import AttentionMetadata, attend, write_kv
-from lora_core.models.activations import gated
+from lora_core.models.between import COMPILED_ROWS, Between, NormShape
+from lora_core.models.linear import Linear
 from lora_core.models.norm import RMSNorm
-from lora_core.models.quantization import WeightQuantizer
-from lora_core.models.rotary import Rotary, RotaryTable, Rotation, rotate_
+from lora_core.models.rotary import Rotary, RotaryTable, Rotation
 from lora_core.parallel.group import RankGroup
 from lora_core.parallel.shard import WHOLE, Shard
 from lora_core.targets import LoRATargetModule
@@ -124,57 +123,14 @@ class DecoderConfig:
         return {projection: shapes[projection] for target in self.targets for projection in target.projections}
 
 
-class Linear(nn.Linear):
-    """A linear layer whose weight can be quantised, or reordered for the CPU's matrix kernels."""
-
-    _packed: PackedLinear | None = None
-    _quantizer: WeightQuantizer | None = None
-
-    def quantize(self, quantizer: WeightQuantizer) -> None:
-        """Replace the weight by a quantised one, which is a parameter of the same name and shape."""
-        assert self._packed is None, "a packed weight cannot be quantised"
-        quantizer.quantize_(self)
-        self._quantizer = quantizer
-
-    def pack(self) -> None:
-        """Replace the weight by a reordered copy; the layer has no `weight` parameter from now on.
-
-        A quantised weight is in its own kernel's order already, and stays.
-        """
-        if self._quantizer is None:
-            self._packed = PackedLinear(self.weight.detach(), None if self.bias is None else self.bias.detach())
-            self.register_parameter("weight", None)
-
-    @property
-    def has_dense_weight(self) -> bool:
-        """Whether `dense_weight` is the layer's own tensor, and takes no memory."""
-        return self._quantizer is None and (self._packed is None or not self._packed.is_packed)
-
-    def dense_weight(self) -> Tensor:
-        """The weight the layer multiplies with, `[out_features, in_features]` in its dtype, however it is stored.
-
-        Plain: the layer's own tensor, not to be changed. Packed or quantised: a new one, which only the caller holds.
-        Any thread may ask while others multiply.
-        """
-        if self._packed is not None:
-            return self._packed.dense_weight()
-        weight = self.weight.detach()
-        return weight if self._quantizer is None else self._quantizer.dense(weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map `[T, in_features]` to a new tensor `[T, out_features]`."""
-        if self._packed is not None:
-            return self._packed(input)
-        return F.linear(input, self.weight, self.bias)
-
-    def gated(self, input: Tensor, activation: str) -> Tensor:
-        """Map `[T, in_features]` to the gated activation `[T, out_features / 2]` of gate and up, side by side."""
-        return gated(self(input), activation)
+def norm_shape(config: DecoderConfig) -> NormShape:
+    """What the model's norms have in common."""
+    return NormShape(config.norm_eps, 1.0 if config.norm_offset else 0.0)
 
 
 def make_norm(config: DecoderConfig, size: int) -> RMSNorm:
     """The model's norm over the last `size` channels."""
-    return RMSNorm(size, config.norm_eps, offset=1.0 if config.norm_offset else 0.0)
+    return RMSNorm(size, *norm_shape(config))
 
 
 class Attention(nn.Module):
@@ -182,6 +138,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig, group: RankGroup | None) -> None:
         super().__init__()
+        self.between = Between()
+        self._norm = norm_shape(config)
         self._group = group
         self._rotary = layer.rotary
         self._window = layer.window
@@ -200,18 +158,22 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attention: AttentionMetadata, cache: Tensor) -> Tensor:
         """Map `[T, hidden_size]` to the same, and add the step's keys and values to the layer's cache."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self._head_dim)
+        self.turn_heads_(heads, rotations)
         queries, key_values = heads[:, : self._num_heads], heads[:, self._num_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            keys = heads[:, self._num_heads : self._num_rotated]
-            queries.copy_(self.q_norm(queries))
-            keys.copy_(self.k_norm(keys))
-        if self._rotary is not None:
-            rotate_(heads[:, : self._num_rotated], rotations[self._rotary])
         write_kv(cache, key_values, attention)
         attended = attend(
             queries, key_values, cache, attention, scale=self._scale, window=self._window, softcap=self._softcap
         )
         return sum_over_ranks(self.o_proj(attended), self._group)
+
+    def turn_heads_(self, heads: Tensor, rotations: Sequence[Rotation]) -> None:
+        """Normalise and rotate the queries and keys of `[T, heads, head_dim]`, in place, as the model does."""
+        weights = None
+        if self.q_norm is not None and self.k_norm is not None:
+            weights = (self.q_norm.weight, self.k_norm.weight)
+        rotation = None if self._rotary is None else rotations[self._rotary]
+        if weights is not None or rotation is not None:
+            self.between.turn_heads_(heads, self._num_heads, self._num_rotated, weights, self._norm, rotation)
 
 
 class GatedMLP(nn.Module):
@@ -235,6 +197,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig, group: RankGroup | None) -> None:
         super().__init__()
+        self.between = Between()
+        self._norm = norm_shape(config)
         self._residual_scale = config.residual_scale
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = Attention(config, layer, group)
@@ -243,9 +207,13 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attention: AttentionMetadata, cache: Tensor) -> Tensor:
         """Map the residual stream `[T, hidden_size]` to the next layer's."""
-        scale = self._residual_scale
-        x = torch.add(x, self.self_attn(self.input_layernorm(x), rotations, attention, cache), alpha=scale)
-        return torch.add(x, self.mlp(self.post_attention_layernorm(x)), alpha=scale)
+        attended = self.self_attn(self.input_layernorm(x), rotations, attention, cache)
+        x, normed = self.join(x, attended)
+        return torch.add(x, self.mlp(normed), alpha=self._residual_scale)
+
+    def join(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream behind the attention, and what the MLP reads of it."""
+        return self.between.join(x, attended, self._residual_scale, self.post_attention_layernorm.weight, self._norm)
 
 
 class SandwichLayer(DecoderLayer):
@@ -261,11 +229,14 @@ class SandwichLayer(DecoderLayer):
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attention: AttentionMetadata, cache: Tensor) -> Tensor:
         """Map the residual stream `[T, hidden_size]` to the next layer's."""
-        scale = self._residual_scale
         attended = self.self_attn(self.input_layernorm(x), rotations, attention, cache)
-        x = torch.add(x, self.post_attention_layernorm(attended), alpha=scale)
-        out = self.mlp(self.pre_feedforward_layernorm(x))
-        return torch.add(x, self.post_feedforward_layernorm(out), alpha=scale)
+        x, normed = self.join(x, attended)
+        return torch.add(x, self.post_feedforward_layernorm(self.mlp(normed)), alpha=self._residual_scale)
+
+    def join(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream behind the attention, and what the MLP reads of it."""
+        weights = (self.post_attention_layernorm.weight, self.pre_feedforward_layernorm.weight)
+        return self.between.join_normed(x, attended, self._residual_scale, *weights, self._norm)
 
 
 class DecoderStack(nn.Module):
@@ -341,6 +312,39 @@ class Decoder(nn.Module):
         rotations = self.rotary(positions, self.dtype)
         hidden: Tensor = self.model(input_ids, rotations, attention, kv_cache)
         return hidden
+
+    def compile_between(self, backend: str = "inductor") -> None:
+        """Compile what layers compute between products and attention, now and for steps of any number of rows.
+
+        Args:
+            backend: As `torch.compile` takes it.
+        """
+        between = Between.compiled(backend)
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.between = layer.self_attn.between = between
+        for num_rows in COMPILED_ROWS:
+            self.run_between(num_rows)
+
+    @torch.inference_mode()
+    def run_between(self, num_rows: int) -> None:
+        """Run what layers compute between products and attention, in every layer, on rows of zeros.
+
+        If that compiles it, it is for any number of rows from two on, or for one.
+        """
+        config, device = self.config, self.model.norm.weight.device
+        num_heads = config.num_heads + 2 * config.num_kv_heads
+        x = torch.zeros(num_rows, config.hidden_size, dtype=self.dtype, device=device)
+        part = torch.zeros_like(x)
+        heads = torch.zeros(num_rows, num_heads, config.head_dim, dtype=self.dtype, device=device)
+        rotations = self.rotary(torch.arange(num_rows, device=device), self.dtype)
+        if num_rows > 1:
+            for tensor in (x, part, heads, *itertools.chain(*rotations)):
+                torch._dynamo.mark_dynamic(tensor, 0)
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.join(x, part)
+            layer.self_attn.turn_heads_(heads, rotations)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 `[rows, vocab_size]` from contiguous hidden states `[rows, hidden_size]`; on other ranks, no rows."""

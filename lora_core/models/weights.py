@@ -15,7 +15,8 @@ from torch import Tensor
 from lora_core.config import Quantization
 from lora_core.errors import ConfigError
 from lora_core.models.architectures import decoder_config, read_hf_config
-from lora_core.models.decoder import Decoder, DecoderConfig, Linear
+from lora_core.models.decoder import Decoder, DecoderConfig
+from lora_core.models.linear import Linear
 from lora_core.models.quantization import WeightQuantizer, plan_quantization
 from lora_core.models.rotary import Rotary
 from lora_core.models.split import linear_splits, share_of

@@ -24,7 +24,8 @@ from lora_core.config import Quantization
 from lora_core.engine.engine import LLMEngine
 from lora_core.engine.request import ScheduledBatch
 from lora_core.errors import ConfigError
-from lora_core.models.decoder import Decoder, Linear
+from lora_core.models.decoder import Decoder
+from lora_core.models.linear import Linear
 from lora_core.models.quantization import plan_quantization
 from lora_core.models.weights import load_decoder
 from tests.engine.answers import NUM_TOKENS, PROMPTS, ask, finish, make_engine

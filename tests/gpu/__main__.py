@@ -230,6 +230,7 @@ def run_part(arguments: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             if rest[0] == "answers":
                 end_to_end.check_answers(stage, Path(folder))
+                end_to_end.check_flashinfer(stage)
             else:
                 end_to_end.time_decoding(stage, end_to_end.FULL, Path(folder), clock)
         parts.say_json(dropped=clock.dropped)

@@ -18,6 +18,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lora_core.engine.runner
+from kernels import PagedLayout
+from kernels.flashinfer_attention import library_fault, open_flashinfer
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.engine import LLMEngine
 from lora_core.engine.request import Request, ScheduledBatch, ScheduledRow
@@ -241,23 +243,36 @@ def report_decoding(
 
 
 def check_answers(stage: Stage, folder: Path, say: Say = say_json, num_tokens: int = 24) -> None:
-    """Greedy answers of an engine with graphs that runs ahead, against those of one with neither, in fp32."""
+    """Greedy answers of engines with graphs that run ahead, against those of one with neither, in fp32.
+
+    On a GPU one of them has compiled layers.
+    """
     tiny = Model("answers", 64, 4, 2, 16, 96, 128)
     torch.manual_seed(0)
     config = write_config(tiny, 2, folder)
     config.initializer_range = 0.2
     LlamaForCausalLM(config).save_pretrained(folder)
     adapters = {f"a{seed}": write_adapter(folder, folder / f"a{seed}", 4 + 2 * seed, seed=seed) for seed in range(2)}
-    found = [
-        answers(stage, folder, adapters, num_tokens, cuda_graphs="none", async_scheduling=False),
-        answers(stage, folder, adapters, num_tokens, cuda_graphs="all", async_scheduling=True),
-    ]
-    for request_id, expected in found[0].items():
-        is_equal = found[1][request_id] == expected
-        error = None if is_equal else f"{found[1][request_id]}, expected {expected}"
-        say(check="engine answers", about=request_id, ok=is_equal, error=error)
-    differ = len({tuple(tokens) for tokens in found[0].values()}) > 2
+    plain = answers(stage, folder, adapters, num_tokens, cuda_graphs="none", async_scheduling=False)
+    for compile in (False, True) if stage.device.type == "cuda" else (False,):
+        found = answers(stage, folder, adapters, num_tokens, cuda_graphs="all", async_scheduling=True, compile=compile)
+        for request_id, expected in plain.items():
+            is_equal = found[request_id] == expected
+            error = None if is_equal else f"{found[request_id]}, expected {expected}"
+            about = f"{request_id}, compiled" if compile else request_id
+            say(check="engine answers", about=about, ok=is_equal, error=error)
+    differ = len({tuple(tokens) for tokens in plain.values()}) > 2
     say(check="engine answers", about="they differ", ok=differ, error=None if differ else "answers are alike")
+
+
+def check_flashinfer(stage: Stage, say: Say = say_json) -> None:
+    """FlashInfer against the reference, where it is installed, for heads of an 8B model with and without a window."""
+    if library_fault(stage.device) is not None:
+        return
+    layout = PagedLayout(32, 8, 128, 16, 64, torch.bfloat16)
+    opened = open_flashinfer(layout, windows=(None, 24), scale=128**-0.5, softcap=None, device=stage.device)
+    error = None if opened is not None else "the log says why it is left alone"
+    say(check="flashinfer", about="8B heads", ok=opened is not None, error=error)
 
 
 def answers(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lora_core.base_modules import ModelBaseModules
 from lora_core.layers import RoutingContext
-from lora_core.models.decoder import Linear
+from lora_core.models.linear import Linear
 from lora_core.models.quantization import WeightQuantizer
 from lora_core.wrapping import wrap_targets
 from tests.unit.adapted_model import HIDDEN, KV, LM_MODULES, LM_SITES, VOCABULARY, TinyLM

@@ -14,7 +14,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from kernels import PackedLinear, build_routing
 from lora_core.layers import LoRAEmbedding, LoRALinear, LoRAModelWrapper, RoutingContext
 from lora_core.models.activations import ACTIVATIONS
-from lora_core.models.decoder import Linear
+from lora_core.models.linear import Linear
 from lora_core.stacks import SiteStacks
 from lora_core.targets import EMBEDDING_TARGET, LoRASite, lora_sites
 from tests.kernels import interpreter

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.flashinfer_attention import WORKSPACE_BYTES
 from lora_core.config import EngineConfig, LoRAConfig
+from lora_core.engine.engine_plan import plan_engine
 from lora_core.engine.memory_sizes import engine_sizes, free_bytes, memory_faults, memory_settings
 from lora_core.engine.runner import ModelRunner
 from lora_core.errors import ConfigError
@@ -184,10 +186,21 @@ def test_slots_take_what_their_tensors_take(tiny_base: Path, tiny_adapters: dict
 
 
 def test_an_engine_that_does_not_fit_is_not_begun(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_core.engine.runner.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("lora_core.engine.engine_plan.free_bytes", lambda device: 1 << 20)
     monkeypatch.setattr("lora_core.engine.runner.load_decoder", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=r"of cpu and may take 1\.0 MiB .* lower kv_cache_tokens \(16384\)"):
         ModelRunner(EngineConfig(model=tiny_base, device="cpu", kv_cache_tokens=16384), LoRAConfig())
+
+
+def test_what_an_attention_library_takes_is_not_the_kv_caches(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_core.engine.engine_plan.free_bytes", lambda device: 4 * GIB)
+    plans = [
+        plan_engine(EngineConfig(model=tiny_base, attention_backend=backend), LoRAConfig(), CUDA, None)
+        for backend in ("triton", "flashinfer")
+    ]
+    assert part(plans[1], "attention") > WORKSPACE_BYTES
+    assert plans[1].kv_cache_tokens < plans[0].kv_cache_tokens
+    assert plans[1].reserved_bytes == pytest.approx(plans[0].reserved_bytes, rel=0.01)
 
 
 def test_the_kv_cache_has_a_size_where_nothing_is_set(tiny_base: Path) -> None:

@@ -2,7 +2,8 @@
 
 The policy is `cluster.placement.rank`, to the same order. Here what each replica is and holds is kept in arrays and
 indices that change with the news, so that a decision takes a few vector operations over the replicas and looks at no
-adapter but its own.
+adapter but its own. What requests have in common is kept, too: the rendezvous order of each adapter, and what a load of
+so many MiB would cost on each replica, until there is news of one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,15 +13,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.copy_index import CopyIndex
+from cluster.copy_index import NOWHERE, CopyIndex
 from cluster.fleet import ReplicaState
 from cluster.placement import NOTHING, PlacementSettings, ReplicaView, Terms, cap_on, terms
 from cluster.rendezvous import replica_hashes, weights
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.uint16 | np.uint32]
+"""Numbers of replicas, as small as they can be: many are kept."""
 
 _UNKNOWN = ReplicaState()
-_HOMES_KEPT = 1 << 17
+_ORDERS_KEPT, _ORDER_BYTES_KEPT = 1 << 17, 32 << 20
+"""Adapters whose rendezvous order is remembered, and what these orders may take."""
+_FULL, _HOPELESS = 2, 4
+"""What puts a replica in a later group for a request; being above the load cap counts 1."""
+_SIZES_KEPT = 64
+"""Sizes of adapters for which the costs of a load are remembered."""
 
 
 class Order(NamedTuple):
@@ -67,6 +75,7 @@ class Board:
             self._total += num_in_flight - self._counts.get(replica_id, 0)
             self._counts[replica_id] = num_in_flight
             self._in_flight[index] = num_in_flight
+            self._full[index] = _FULL if num_in_flight >= self._capacities[replica_id] else 0
             self._wait[index] = num_in_flight * self._service_ms[index]
 
     def set_state(self, replica_id: str, state: ReplicaState) -> None:
@@ -131,18 +140,18 @@ class Board:
         """
         if not self.replica_ids:
             return Order([], [])
-        cost = self._costs(adapter, mib, prefix_ms)
-        full = self._in_flight >= self._capacity
-        group = (self._in_flight >= self._cap()).view(np.int8) + 2 * full.view(np.int8)
-        excluded = self._hopeless(adapter)
-        if len(excluded) == len(self.replica_ids):
-            excluded = []
-        group[excluded] = 4
-        best = np.lexsort((~weights(adapter or "", self._hashes), cost, group))[:limit].tolist()
-        groups = group[best].tolist()
-        ids = self.replica_ids
-        open_ids = [ids[index] for index, of in zip(best, groups, strict=True) if of < 2]
-        return Order(open_ids, [ids[index] for index, of in zip(best, groups, strict=True) if 2 <= of < 4])
+        # From what matters least to what matters most: each sort leaves what it finds equal as it was.
+        order = self._hash_order(adapter or "")
+        order = order[self._costs(adapter, mib, prefix_ms)[order].argsort(kind="stable")]
+        groups = self._groups(adapter)[order]
+        by_group = groups.argsort(kind="stable")[:limit]
+        ids, open_ids, full_ids = self.replica_ids, [], []
+        for index, group in zip(order[by_group].tolist(), groups[by_group].tolist(), strict=True):
+            if group < _FULL:
+                open_ids.append(ids[index])
+            elif group < _HOPELESS:
+                full_ids.append(ids[index])
+        return Order(open_ids, full_ids)
 
     def view(self, replica_id: str) -> ReplicaView:
         """One replica as `rank` takes it."""
@@ -167,47 +176,65 @@ class Board:
 
     def _costs(self, adapter: str | None, mib: float, prefix_ms: Mapping[str, float]) -> Floats:
         """`Terms.cost` of each replica, `[R]`."""
-        holders: frozenset[int] | set[int] = frozenset()
+        holders: frozenset[int] | set[int] = NOWHERE
         homes: list[int] = []
         if adapter is None:
             cost = np.zeros(len(self.replica_ids))
         else:
-            holders = self._holders(adapter)
-            cost = self._load_costs(adapter, mib)
-            cost[list(holders)] = 0.0
-            homes = self._homes(adapter)
+            # Most replicas have the adapter nowhere and are not its homes; then come the few that differ.
+            from_disk, from_memory = self._load_costs(mib)
+            cost = from_disk + 2 * self._stray_ms
+            # Asking each replica's own set beats an index of all, which every piece of news would have to change.
+            for index in [index for index, names in enumerate(self._in_memory) if adapter in names]:
+                cost[index] = from_memory[index] + 2 * self._stray_ms
+            holders, homes = self._holders(adapter), self._homes(adapter)
+            for index in holders:
+                cost[index] = self._stray_ms
             if holders and holders.isdisjoint(homes):
                 homes = [*homes, *holders]
-            stray = np.full(len(self.replica_ids), 2 * self._stray_ms)
-            stray[list(holders)] = self._stray_ms
-            stray[homes] = 0.0
-            cost += stray
+            for index in homes:
+                load_costs = from_memory if adapter in self._in_memory[index] else from_disk
+                cost[index] = 0.0 if index in holders else load_costs[index]
         if prefix_ms and "prefix" not in self.settings.without:
             cost += np.array([prefix_ms.get(replica_id, 0.0) for replica_id in self.replica_ids])
         if adapter is None or (holders and not self._stray_ms):
             cost += self._wait
         elif holders:
-            near = [*holders.union(homes)]
-            cost[near] += self._wait[near]
+            for index in holders.union(homes):
+                cost[index] += self._wait[index]
         return cost
 
-    def _load_costs(self, adapter: str, mib: float) -> Floats:
-        host_ms: Floats | float = self.settings.load_ms
-        disk_ms: Floats | float = self.settings.fetch_ms
-        if mib:
-            host_ms = mib * self._host_slope + self._host_base
-            disk_ms = mib * self._disk_slope + self._disk_base
+    def _load_costs(self, mib: float) -> tuple[Floats, Floats]:
+        """What a load of so many MiB costs on each replica, from its disk and from its host memory, `[R]` each."""
+        found = self._loads.get(mib)
+        if found is None:
+            if len(self._loads) >= _SIZES_KEPT:
+                self._loads.clear()
+            host_ms: Floats | float = self.settings.load_ms
+            disk_ms: Floats | float = self.settings.fetch_ms
+            if mib:
+                host_ms = mib * self._host_slope + self._host_base
+                disk_ms = mib * self._disk_slope + self._disk_base
+            found = self._loads[mib] = self._queued(disk_ms, host_ms), self._queued(host_ms, host_ms)
+        return found
+
+    def _queued(self, load_ms: Floats | float, host_ms: Floats | float) -> Floats:
+        """A load with what comes before it: loads, and evictions."""
         cost = np.zeros(len(self.replica_ids))
         if "load" not in self.settings.without:
-            # Few have an adapter in memory and not in a slot: asking each replica's own set beats an index of all.
-            near = [index for index, names in enumerate(self._in_memory) if adapter in names]
-            cost += disk_ms
-            if near:
-                cost[near] = host_ms if isinstance(host_ms, float) else host_ms[near]
+            cost += load_ms
         if "ahead" not in self.settings.without:
             cost += self._num_loading * host_ms
         cost += self._evict_ms
         return cost
+
+    def _groups(self, adapter: str | None) -> NDArray[np.int8]:
+        """The group of each replica, `[R]`."""
+        groups: NDArray[np.int8] = (self._in_flight >= self._cap()).view(np.int8) + self._full
+        excluded = self._hopeless(adapter)
+        if 0 < len(excluded) < len(self.replica_ids):
+            groups[excluded] = _HOPELESS
+        return groups
 
     def _warm_home(self, adapter: str) -> int | None:
         """The best replica, where it is plain that it is a home that holds the adapter: no other can cost less."""
@@ -237,12 +264,17 @@ class Board:
             homes = [self._index[replica_id] for replica_id in granted if replica_id in self._index]
             if homes:
                 return homes
-        home = self._first.get(adapter)
-        if home is None:
-            if len(self._first) >= _HOMES_KEPT:
-                self._first.clear()
-            home = self._first[adapter] = int(weights(adapter, self._hashes).argmax())
-        return [home]
+        return [int(self._hash_order(adapter)[0])]
+
+    def _hash_order(self, adapter: str) -> Indices:
+        """Replicas in rendezvous order, `[R]`."""
+        order = self._orders.get(adapter)
+        if order is None:
+            if len(self._orders) >= self._most_orders:
+                self._orders.clear()
+            found = np.argsort(~weights(adapter, self._hashes), kind="stable")
+            order = self._orders[adapter] = found.astype(self._index_type)
+        return order
 
     def _hopeless(self, adapter: str | None) -> list[int]:
         if not self._choosy:
@@ -269,7 +301,11 @@ class Board:
         )
         self._in_memory: list[AbstractSet[str]] = [frozenset()] * num
         self._choosy: set[int] = set()
-        self._first: dict[str, int] = {}
+        self._full = np.zeros(num, dtype=np.int8)
+        self._index_type = np.dtype(np.uint16 if num < 1 << 16 else np.uint32)
+        self._orders: dict[str, Indices] = {}
+        self._most_orders = min(_ORDERS_KEPT, _ORDER_BYTES_KEPT // (self._index_type.itemsize * max(1, num)))
+        self._loads: dict[float, tuple[Floats, Floats]] = {}
         self._residents, self._loading = CopyIndex(num), CopyIndex(num)
         self._stray_ms = self.settings.ms("stray")
         self._total = 0
@@ -303,6 +339,7 @@ class Board:
         self._num_loading[index] = len(loading)
 
     def _weigh_evictions(self, indices: Iterable[int]) -> None:
+        self._loads.clear()
         evict_ms, last_copy_ms = self.settings.ms("evict"), self.settings.ms("last_copy")
         for index in indices:
             state = self._states.get(self.replica_ids[index], _UNKNOWN)

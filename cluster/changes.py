@@ -24,7 +24,7 @@ def topic_of(request: LoRARequest) -> Topic:
     return Topic(request.lora_name, request.operation in (LoRAOperation.PIN, LoRAOperation.UNPIN))
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step of the desired state, as replicas apply it."""
 
     epoch: int

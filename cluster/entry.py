@@ -10,26 +10,32 @@ from lora_core.types import LoadReport, LoRAOperation, LoRARequest
 EntryState = Literal["loading", "ready", "unloading"]
 
 
-class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One desired adapter."""
+class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What was asked for of one adapter, and what it is: all that operators see, too."""
 
     name: str
     path: str
+    state: EntryState
+    """Asked for, served, or no longer served."""
     generation: int
     """Epoch of its load."""
-    state: EntryState
-    static: bool = False
-    """Named by the configuration (`lora_paths`) rather than loaded at run time."""
     epoch: int = 0
     """Epoch of its load or unload, which a request for it needs."""
-    fingerprint: str | None = None
-    """`folder_fingerprint` of `path` when its load began; None where unknown, and in the fleet's table."""
     content_hash: str | None = None
     """What this generation is, on every replica; None until the first one has told, and in the fleet's table."""
+    static: bool = False
+    """Named by the configuration (`lora_paths`) rather than loaded at run time."""
     pinned: bool = False
     """Kept in a slot of every replica."""
     min_copies: int = 1
     """Least replicas that should have it in a slot."""
+
+
+class AdapterEntry(AdapterFacts, frozen=True, kw_only=True, gc=False):
+    """One desired adapter."""
+
+    fingerprint: str | None = None
+    """`folder_fingerprint` of `path` when its load began; None where unknown, and in the fleet's table."""
     slot_bytes: int = 0
     """What is moved to bring it into a slot: its size in host memory; 0 while not known."""
 

@@ -3,6 +3,8 @@
 `AdapterEntry` and `Change` belong to the desired state and live in `cluster.entry` and `cluster.changes`.
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 from cluster.changes import Change, Topic
@@ -28,6 +30,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """A replica silent for longer than this no longer counts; it waits for changes for less."""
     work_period_s: float = 1.0
     """How long a replica waits between two reports of its work, so that the router actor hears few enough a second."""
+
+    def __reduce__(self) -> tuple[Callable[[bytes], "Registration"], tuple[bytes]]:
+        # To pickle 100,000 changes one by one would keep the router actor busy for a second.
+        return _unpacked_registration, (msgspec.msgpack.encode(self),)
+
+
+def _unpacked_registration(packed: bytes) -> Registration:
+    return msgspec.msgpack.decode(packed, type=Registration)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +120,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Names whose oldest request there makes no progress: no more are sent to it until one does."""
     is_stalled: bool = False
     """Whether no request there makes progress: none are sent to it while another replica is there."""
+    is_leaving: bool = False
+    """Whether it gets no more requests, and ends with the last it has."""
 
 
 class SlotWishes(msgspec.Struct, frozen=True, kw_only=True):

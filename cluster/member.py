@@ -59,6 +59,11 @@ class Member:
     published: ReplicaState = ReplicaState()  # noqa: RUF009 - frozen
     """Its row in the fleet's table, when that was last made."""
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it gets no more requests, and ends with the last it has."""
+        return self.work is not None and self.work.is_leaving
+
     def response(self, topic: Topic, epoch: int) -> LoRAResponse | None:
         """What the replica answered to the change of `epoch`, or to a later one of the topic; None before it did."""
         for words in (self.successes, self.refusals):
@@ -114,7 +119,11 @@ class Member:
         Times are measured anew each time: they are published when they have changed noticeably.
         """
         last, self.work = self.work, work
-        is_news = last is None or (last.stalled.keys(), last.fault) != (work.stalled.keys(), work.fault)
+        is_news = last is None or (last.stalled.keys(), last.fault, last.is_leaving) != (
+            work.stalled.keys(),
+            work.fault,
+            work.is_leaving,
+        )
         if not _near(self.service_ms, work.service_ms):
             self.service_ms, is_news = work.service_ms, True
         tiers = self.load_ms_per_mib.keys() | work.load_ms_per_mib.keys()
@@ -153,6 +162,7 @@ class Member:
             service_ms=self.service_ms,
             stalled=frozenset(work.stalled) if work is not None else frozenset(),
             is_stalled=work is not None and work.fault != "",
+            is_leaving=self.is_leaving,
         )
         return self.published
 

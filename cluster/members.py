@@ -46,8 +46,8 @@ class Members:
 
     @property
     def num_joined(self) -> int:
-        """Members that take requests: they have reported what they hold."""
-        return sum(member.residency is not None for member in self._members.values())
+        """Members that take requests: they have reported what they hold, and do not leave."""
+        return sum(member.residency is not None and not member.is_leaving for member in self._members.values())
 
     # Coming and going
 

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 _FORGOTTEN = 1e-7
 """An adapter whose share has sunk below this is dropped."""
 _RESCALE_AT = 1e100
+_CHANCE = 1.5
+"""Standard errors by which the windows may differ by chance."""
 
 
 class Popularity:
     """Exponentially weighted shares over two windows; all times are seconds on one clock of the caller's choice.
 
-    The long window says how popular an adapter is. The short one is believed where it says more, less two standard
-    errors: a crowd counts within seconds, and chance does not.
+    The long window says how popular an adapter is. The short one is believed where it differs by more than chance
+    does, and the more so the further it differs (the non-negative garrote, Breiman 1995): who comes and who goes is
+    noticed within seconds, a few requests by chance are not.
 
     Args:
         half_life_s: Work of so long ago counts half.
@@ -44,15 +47,20 @@ class Popularity:
             average.sums.pop(name, None)
 
     def shares(self) -> dict[str, float]:
-        """Each adapter's share of all work. Their sum is below 1 by what the base model did."""
+        """Each adapter's share of all work. Their sum is below 1 by about what the base model did."""
         shares = self._slow.shares()
         num_requests = self._fast.recent_total / self._grain
         if num_requests < 1:
             return shares
-        for name, share in self._fast.shares().items():
-            sure = share - 2 * math.sqrt(share / num_requests)
-            if sure > shares.get(name, 0.0):
-                shares[name] = sure
+        recent = self._fast.shares()
+        # With fewer requests than this in both windows, they cannot differ by more than chance.
+        least = ((_CHANCE / 2 + math.sqrt(3 / 8)) ** 2 - 3 / 8) / num_requests
+        for name in {name for found in (shares, recent) for name, share in found.items() if share >= least}:
+            usual, lately = shares.get(name, 0.0), recent.get(name, 0.0)
+            # The root of a count has an error of a half, whatever the count (Anscombe 1948).
+            errors = 2 * abs(math.sqrt(lately * num_requests + 3 / 8) - math.sqrt(usual * num_requests + 3 / 8))
+            if errors > _CHANCE:
+                shares[name] = usual + (lately - usual) * (1 - (_CHANCE / errors) ** 2)
         return shares
 
 

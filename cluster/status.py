@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from cluster.changes import Topic
-from cluster.entry import AdapterEntry
+from cluster.entry import AdapterEntry, AdapterFacts
 from cluster.fleet import LastError
 from cluster.member import Member
 from cluster.names import served_name, staged_name
@@ -37,21 +37,9 @@ class AdapterOnReplica(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since its oldest request there last got on."""
 
 
-class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterReport(AdapterFacts, frozen=True, kw_only=True, gc=True):
     """One desired adapter, and what has come of it."""
 
-    name: str
-    path: str
-    state: str
-    """"loading", "ready" or "unloading": asked for, served, or no longer served."""
-    generation: int
-    epoch: int
-    """Of its last change."""
-    content_hash: str | None
-    static: bool
-    """Named by the configuration."""
-    pinned: bool
-    min_copies: int
     replaced_by: str | None
     """The path whose content is being loaded to take its place."""
     copies: tuple[str, ...]
@@ -89,6 +77,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Adapter -> why it gets no requests there."""
     fault: str | None
     """Why the whole replica gets no requests, and is about to be replaced."""
+    leaving: bool = False
+    """Whether it gets no more requests, and ends with the last it has."""
 
 
 class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,15 +138,7 @@ def adapter_report(
     """One adapter, of all `entries`."""
     staged = entries.get(staged_name(entry.name))
     return AdapterReport(
-        name=entry.name,
-        path=entry.path,
-        state=entry.state,
-        generation=entry.generation,
-        epoch=entry.epoch,
-        content_hash=entry.content_hash,
-        static=entry.static,
-        pinned=entry.pinned,
-        min_copies=entry.min_copies,
+        **{fact: getattr(entry, fact) for fact in AdapterFacts.__struct_fields__},
         replaced_by=None if staged is None else staged.path,
         copies=tuple(plan.copies.get(entry.name, ())),
         share=plan.shares.get(entry.name, 0.0),
@@ -240,6 +222,7 @@ def _replica(member: Member, epoch: int, entries: Mapping[str, AdapterEntry]) ->
         },
         stalled=dict(_stalled(member)),
         fault=(work.fault or None) if work is not None else None,
+        leaving=member.is_leaving,
     )
 
 

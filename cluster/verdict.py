@@ -59,7 +59,7 @@ def judge_staging(name: str, answers: Answers, late: list[str], timeout_s: float
     if late:
         fault = f"no answer within {_limit(timeout_s)} from replica(s) {', '.join(late)}"
     elif not answers:
-        fault = "every replica died meanwhile; try again once /health is ok"
+        fault = "every replica died meanwhile; try again once /v1/fleet shows one"
     else:
         return _judge_content(name, answers)
     return LoRAResponse(LoRAStatus.UNAVAILABLE, f"adapter {name!r} was not loaded: {fault}")
@@ -118,7 +118,7 @@ def judge_pin(name: str, answers: Answers, late: list[str], timeout_s: float) ->
     if late:
         fault = f"no answer within {_limit(timeout_s)} from replica(s) {', '.join(late)}"
     elif all(answer.status is LoRAStatus.PIN_NAME_NONEXISTENT for answer in answers.values()):
-        fault = "no replica serves it now; try again once /health is ok"
+        fault = "no replica serves it now; try again once /v1/fleet shows one"
     else:
         return None
     return LoRAResponse(LoRAStatus.UNAVAILABLE, f"adapter {name!r}: {fault}")

@@ -142,6 +142,10 @@ class AdapterFollower:
         """Tell the router actor what makes no progress here, and when it does again: see `Workload.stalled`."""
         self._reports.set_stalled(stalled, fault)
 
+    def set_leaving(self) -> None:
+        """Tell the router actor that this replica gets no more requests: what it holds is to be had elsewhere."""
+        self._reports.set_leaving()
+
     async def warm(self, name: str) -> LoRAResponse:
         """Have the engine bring an adapter into a slot, if one is to spare, before a request comes for it."""
         return await self._held.warm(name)

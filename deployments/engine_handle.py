@@ -13,12 +13,22 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission, Place
+from cluster.fleet import ROUTER_ACTOR
 from cluster.schema import QueueSettings
 from deployments.fleet_view import FleetView
 from deployments.generation import GenerateCall, GenerateChunk, Refusal, SlotSnapshot
-from deployments.ray_internals import call_on_loop, request_router_of
+from deployments.ray_internals import call_on_loop, deployment_actors, request_router_of, starts_on_demand
+from deployments.request_router import EXACT_REPLICA
 from deployments.routing_metrics import RoutingMetrics
-from lora_core.errors import AdapterLate, AdapterLost, EngineDead, EngineUnavailable, NoReplica, QueueFull
+from lora_core.errors import (
+    AdapterLate,
+    AdapterLost,
+    EngineDead,
+    EngineError,
+    EngineUnavailable,
+    NoReplica,
+    QueueFull,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +46,9 @@ replicas those are, so that the call meets one that has it, if there is one."""
 SHOWN_EVERY_S = 1.0
 """How often the length of the queue is shown while there is one."""
 
+ASKED_EVERY_S = 2.0
+"""Serve is asked no more often than this whether it starts replicas on demand: anybody may ask for /health."""
+
 
 class EngineHandle:
     """The engine deployment as the ingress sees it.
@@ -51,11 +64,39 @@ class EngineHandle:
         self._metrics = metrics = RoutingMetrics()
         self._admission = Admission(queue.max_waiting, queue.max_waiting_per_adapter, on_started=metrics.observe_wait)
         self._showing: asyncio.TimerHandle | None = None
+        self._on_demand, self._on_demand_until = False, 0.0
 
     async def router_name(self) -> str:
-        """Ray name of the router actor, as any live replica knows it."""
-        name: str = await self._handle.router_name.remote()
-        return name
+        """Ray name of the router actor. Where there are those of two versions, it is the one of a replica that answers.
+
+        Raises:
+            EngineError: there is none now.
+        """
+        names = await deployment_actors(self._handle, ROUTER_ACTOR)
+        if not names:
+            raise EngineError("no router actor is there; Serve is about to start one")
+        # No replica is asked where that is not needed: there may be none, and to wait for one would have it started.
+        return names[0] if len(names) == 1 else str(await self._handle.router_name.remote())
+
+    async def starts_on_demand(self) -> bool:
+        """Whether the fleet may be without any replica, and the next request starts one."""
+        now = time.monotonic()
+        if now >= self._on_demand_until:
+            try:
+                # Its controller may be about to start anew.
+                self._on_demand = await asyncio.wait_for(starts_on_demand(self._handle), ASKED_EVERY_S)
+            except Exception as error:
+                logger.warning(
+                    "Serve does not say how many replicas there should be: %s: %s", type(error).__name__, error
+                )
+                self._on_demand = False
+            self._on_demand_until = now + ASKED_EVERY_S
+        return self._on_demand
+
+    async def wake(self) -> None:
+        """Where the next request would start a replica, be that request. Raises NoReplica where none comes in time."""
+        if await self.starts_on_demand():
+            await self._handle.router_name.remote()
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
         """Stream the answer to `call` from the replica best placed for its adapter.
@@ -111,6 +152,8 @@ class EngineHandle:
 
     async def _attempt(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
         options = self._handle.options(stream=True, multiplexed_model_id=call.lora_name or "")
+        if call.replica:
+            options = options.options(session_id=EXACT_REPLICA + call.replica)
         response = options.generate.remote(call)
         patience = _Patience(call.lora_name, self._queue.cold_wait_s, self._fleet, response)
         finished = False
@@ -126,8 +169,9 @@ class EngineHandle:
         except RayTaskError as error:
             finished = True
             raise _own_error(error) from None
-        except TaskCancelledError:
-            # It is this very request that was cancelled: by its client, or because it waited for too long.
+        except (TaskCancelledError, asyncio.CancelledError):
+            # It is this very request that was cancelled: by its client, or because it waited for too long. Between
+            # replicas that speak gRPC the one looks like the other.
             if patience.late is not None:
                 self._metrics.refused("adapter_late")
                 raise patience.late from None

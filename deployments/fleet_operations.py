@@ -151,7 +151,7 @@ class FleetOperations:
         if not await self._broadcast.some_member(self._first_member_by):
             return LoadOutcome(
                 status=LoRAStatus.UNAVAILABLE,
-                message=f"adapter {name!r} was not loaded: no replica is running; try again once /health is ok",
+                message=f"adapter {name!r} was not loaded: no replica is running; try again once /v1/fleet shows one",
             )
         # Before any replica reads the files: a change during the load shows as one, too.
         fingerprint = await asyncio.to_thread(folder_fingerprint, path)

@@ -25,6 +25,9 @@ FIRST_PLAN_S = 2.0
 REPORTS_PER_S = 200
 """Reports of work that the router actor should hear in a second; with more replicas each reports less often."""
 
+REST = 10.0
+"""Where planning takes long, the next plan is made after this many times what the last one took."""
+
 FORGET = 0.98
 """What the size of typical requests lately keeps of its past with each report."""
 
@@ -87,8 +90,12 @@ class FleetSlots:
         self._num_started = FORGET * self._num_started + sum(one.num_started for one in work.adapters)
         grain = max(1.0, self._num_tokens / self._num_started)
         self._popularity.add(tokens, total=total, now=time.monotonic(), grain=grain)
+        was_leaving = member.is_leaving
         if self._members.note_work(member, work):
             self._publish()
+        if member.is_leaving and not was_leaving:
+            # Those who stay are to have its adapters in slots before its last request has ended.
+            self._want()
 
     def note_loads(self, loads: Mapping[str, list[str]]) -> None:
         """Take what handles say of requests on their way: replica id -> adapters that these bring into its slots."""
@@ -157,13 +164,17 @@ class FleetSlots:
 
     async def _plan_forever(self) -> None:
         while True:
+            began_s = time.monotonic()
             try:
                 self._is_wanted = False
                 await self._plan_once()
             except Exception:
                 logger.exception("planning copies failed; the last plan stands")
+            took_s = time.monotonic() - began_s
+            # Also where many replicas come at once and each wants a plan, half of the time is for everything else.
+            await asyncio.sleep(took_s)
             if not self._is_wanted:
-                await self._wanted.wait(self._period_s)
+                await self._wanted.wait(max(self._period_s, REST * took_s))
 
     async def _plan_once(self) -> None:
         hosts = [self._host(member) for member in self._members.live if self._is_host(member)]
@@ -196,7 +207,8 @@ class FleetSlots:
         return Host(member.replica_id, self._slots_of(member), resident=resident, refused=refused)
 
     def _is_host(self, member: Member) -> bool:
-        return self._slots_of(member) > 0 and not (member.work is not None and member.work.fault)
+        is_stalled = member.work is not None and member.work.fault != ""
+        return self._slots_of(member) > 0 and not is_stalled and not member.is_leaving
 
     def _is_unplanned(self, member: Member) -> bool:
         known = () if self._plan is None else self._plan.replica_ids

@@ -41,7 +41,7 @@ def replicas_table(fleet: FleetReport) -> Table:
         state = replica_state(replica)
         table.add_row(
             Text(replica_id),
-            Text(state, style=GOOD if state == "serving" else BUSY if state == "joining" else BAD),
+            Text(state, style=GOOD if state == "serving" else BUSY if state in ("joining", "leaving") else BAD),
             str(replica.lag),
             f"{replica.num_slots_used}/{replica.num_slots}",
             str(replica.num_in_memory),
@@ -57,6 +57,8 @@ def replica_state(replica: ReplicaReport) -> str:
     """A replica in a word, and why where it does not serve everything."""
     if replica.fault is not None:
         return f"stalled: {replica.fault}"
+    if replica.leaving:
+        return "leaving"
     if not replica.joined:
         return "joining"
     faults = {**replica.refused, **replica.stalled}

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.callers import FLEET_OPERATOR, NOBODY, Caller
 from cluster.quotas import TenantQuotas
-from deployments import http_errors, request_id
+from deployments import exact_replica, http_errors, request_id
 from deployments.caller_context import acting_as
 from deployments.key_store import KeyStore
 from deployments.route_access import Access, find_route
@@ -52,6 +52,7 @@ class Gate:
             try:
                 caller = self._admit(scope)
                 stack.enter_context(self._quotas.request(caller.tenant))
+                stack.enter_context(exact_replica.bound(scope, caller))
                 self._check_length(Headers(scope=scope))
             except Exception as error:
                 answer = http_errors.error_response(error)

@@ -39,6 +39,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """Whether somebody reads the answer as it comes; otherwise it is sent in few chunks."""
     cache_salt: str = ""
     """Its prefix is shared with calls of the same salt alone."""
+    replica: str = ""
+    """Serve's unique id of the one replica that is to answer; empty: whichever is placed best."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

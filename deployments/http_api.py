@@ -61,6 +61,8 @@ class Service(AliasService, Protocol):
 
     async def num_replicas(self) -> int: ...
 
+    async def starts_on_demand(self) -> bool: ...
+
 
 def http_app(service: Service) -> FastAPI:
     """The routes of one service."""
@@ -133,10 +135,11 @@ def http_app(service: Service) -> FastAPI:
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health() -> JSONResponse:
-        """200 while at least one replica can serve."""
+        """200 while at least one replica can serve, or the next request starts the first one."""
         replicas = await service.num_replicas()
-        status = {"status": "ok" if replicas else "no replica is ready", "replicas": replicas}
-        return JSONResponse(status, 200 if replicas else 503)
+        is_ok = replicas > 0 or await service.starts_on_demand()
+        status = {"status": "ok" if is_ok else "no replica is ready", "replicas": replicas}
+        return JSONResponse(status, 200 if is_ok else 503)
 
     return app
 

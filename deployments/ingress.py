@@ -17,7 +17,7 @@ from cluster.fleet import Alias, AliasInFleet, FleetTable, LoadOutcome
 from cluster.quotas import TenantQuotas
 from cluster.schema import QueueSettings
 from cluster.status import AdapterReport, FleetReport, Page
-from deployments import request_id
+from deployments import exact_replica, request_id
 from deployments.adapter_card import status_body
 from deployments.answer import Answer
 from deployments.caller_context import current_caller
@@ -143,8 +143,12 @@ class Ingress:
                 and nothing else stays registered.
             LoRADisabled: the server runs without adapters.
             EngineError: no replica is there, or one did not answer in time; nothing was changed.
+            NoReplica: none is there, and the one started for this did not come in time.
         """
         self._check_enabled()
+        if not await self.num_replicas():
+            # It takes one to say whether an adapter can be served.
+            await self._engine.wake()
         return await self._changed(await self._directory.router.load(lora_name, lora_path, load_inplace, path_is_final))
 
     async def unload_adapter(self, lora_name: str) -> LoadOutcome:
@@ -279,6 +283,10 @@ class Ingress:
             table = await self._directory.refresh()
         return 0 if table is None else _num_joined(table)
 
+    async def starts_on_demand(self) -> bool:
+        """Whether the fleet may be without any replica, and the next request starts one."""
+        return await self._engine.starts_on_demand()
+
     async def _resolve_optional(self, name: str | None) -> None:
         if name is not None:
             await self._directory.resolve(name)
@@ -296,7 +304,7 @@ class Ingress:
             request.model = model.lora_name
         call = request.call(call_id, model.lora_name, model.epoch)
         # How long a prompt takes must not tell what other tenants have asked.
-        return msgspec.structs.replace(call, cache_salt=current_caller().tenant or "")
+        return msgspec.structs.replace(call, cache_salt=current_caller().tenant or "", replica=exact_replica.current())
 
     async def _changed(self, outcome: LoadOutcome) -> LoadOutcome:
         await self._directory.refresh()
@@ -318,4 +326,4 @@ def parse_body(body: dict[str, Any]) -> GenerationRequest:
 
 def _num_joined(table: FleetTable) -> int:
     # A replica reports what it holds for the first time when it has joined.
-    return sum(state.sequence >= 0 for state in table.replicas.values())
+    return sum(state.sequence >= 0 and not state.is_leaving for state in table.replicas.values())

@@ -13,10 +13,13 @@ from typing import Any
 
 import ray
 from ray.serve import context as serve_context
-from ray.serve._private.common import ReplicaID
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusInfo, ReplicaID
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_DEPLOYMENT_ACTOR_PREFIX
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import RequestRouter
+from ray.serve.generated.serve_pb2 import DeploymentStatusInfo as DeploymentStatusProto
+from ray.util import list_named_actors
 
 from lora_core.errors import NoReplica
 
@@ -37,10 +40,13 @@ __all__ = [
     "RunningReplica",
     "actor_name",
     "call_on_loop",
+    "deployment_actors",
     "forget_cluster",
+    "is_leaving",
     "request_router_of",
     "session_folder",
     "session_name",
+    "starts_on_demand",
 ]
 
 
@@ -49,6 +55,13 @@ def actor_name() -> str:
     if not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.WORKER_MODE:
         return ""
     return ray.get_runtime_context().get_actor_name() or ""
+
+
+def is_leaving() -> bool:
+    """Whether Serve has begun to end the replica this code runs in, which gets no more requests; False outside one."""
+    worker = ray._private.worker.global_worker
+    replica = getattr(worker.actors.get(worker.actor_id), "_replica_impl", None)
+    return bool(getattr(replica, "_shutting_down", False))
 
 
 def session_name() -> str:
@@ -71,6 +84,30 @@ def forget_cluster() -> None:
     """
     ray.shutdown()
     serve_context._disconnect()
+
+
+async def deployment_actors(handle: Any, name: str) -> list[str]:
+    """Ray names of a deployment's actor of this name: one for each version of the deployment that is there."""
+    prefix, suffix = f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}{handle.app_name}::{handle.deployment_name}::", f"::{name}"
+    # Ray asks its control store and waits for the answer: not on the event loop.
+    actors = await asyncio.to_thread(list_named_actors, all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == SERVE_NAMESPACE]
+    return [found for found in names if found.startswith(prefix) and found.endswith(suffix)]
+
+
+async def starts_on_demand(handle: Any) -> bool:
+    """Whether a deployment may be without any replica, and Serve starts one for the next request.
+
+    Not where the last ones could not start, or ended.
+    """
+    controller = await asyncio.to_thread(ray.get_actor, SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
+    config = await controller.get_deployment_config.remote(handle.deployment_id)
+    autoscaling = None if config is None else config.autoscaling_config
+    if autoscaling is None or autoscaling.min_replicas > 0:
+        return False
+    told = await controller.get_deployment_status.remote(handle.deployment_name, handle.app_name)
+    status = DeploymentStatusInfo.from_proto(DeploymentStatusProto.FromString(told)).status
+    return status not in (DeploymentStatus.UNHEALTHY, DeploymentStatus.DEPLOY_FAILED)
 
 
 def request_router_of(handle: Any) -> RequestRouter | None:

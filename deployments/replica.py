@@ -17,6 +17,7 @@ from deployments.adapter_follower import AdapterFollower
 from deployments.engine_client import EngineClient
 from deployments.generation import GenerateCall, GenerateChunk, Refusal, SlotSnapshot
 from deployments.generator import Generator
+from deployments.leaving import watch_leaving
 from deployments.replica_metrics import ReplicaMetrics
 from deployments.router_client import RouterClient
 from deployments.stream_pace import StreamPace
@@ -76,6 +77,7 @@ class EngineReplica:
             deadlines, follower = app.watchdog.deadlines, self._follower
             self._watchdog = Watchdog(client, deadlines, follower.set_stalled, self._metrics.count_heal)
             self._watching = asyncio.create_task(self._watchdog.run(), name="watchdog")
+            self._leaving = asyncio.create_task(watch_leaving(follower.set_leaving), name="watch-leaving")
         except BaseException:
             tokenizer_task.cancel()
             await client.close()

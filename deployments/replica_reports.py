@@ -44,6 +44,7 @@ class ReplicaReports:
         self._registration += 1
         self._known = None
         self._residency_changed.set()
+        self._work.begin()
 
     def set_residency(self, residency: Residency) -> None:
         """Have it told what the engine holds, in full and by the fleet's generations; only the newest matters."""
@@ -58,6 +59,11 @@ class ReplicaReports:
         """Have it told, at once where it is news, what makes no progress: see `Workload.stalled`."""
         if self._work.set_stalled(stalled, fault):
             self._is_urgent.set()
+
+    def set_leaving(self) -> None:
+        """Have it told at once that this replica gets no more requests: see `Workload.is_leaving`."""
+        self._work.set_leaving()
+        self._is_urgent.set()
 
     async def tell_residency(self) -> None:
         """Wait for a change, and tell it."""

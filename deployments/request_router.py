@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.board import Board, Order
 from cluster.fleet import ROUTER_ACTOR
+from cluster.names import listed
 from cluster.placement import PlacementSettings
 from deployments.fleet_view import FleetView
 from deployments.generation import SlotSnapshot
@@ -19,12 +20,15 @@ from deployments.load_notes import ReplicaKey
 from deployments.ray_internals import ExactRequestRouter, PendingRequest, ReplicaID, RunningReplica
 from deployments.router_client import RouterClient
 from deployments.routing_metrics import RoutingMetrics
-from lora_core.errors import EngineDead
+from lora_core.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
 
 EXACT_REPLICA = "replica:"
 """A session id of this and a replica's unique id sends the request to that replica and no other."""
+
+SHOWN_ID = 64
+"""Characters of an unknown replica's id that an answer repeats."""
 
 RECOUNT_S = 1.0
 """Requests in flight are counted anew on every replica this often: what a replica once said of itself grows old."""
@@ -120,7 +124,10 @@ class AffinityRequestRouter(ExactRequestRouter):
         """That one replica; where it is gone the request fails, and the ranks returned are not used."""
         found = [replica for replica in replicas if replica.replica_id.unique_id == unique_id]
         if not found and not pending_request.future.done():
-            pending_request.future.set_exception(EngineDead(f"replica {unique_id!r} is not running"))
+            running = listed(replica.replica_id.unique_id for replica in replicas)
+            pending_request.future.set_exception(
+                InvalidRequest(f"no replica {unique_id[:SHOWN_ID]!r} takes requests; those that do: {running}")
+            )
         return [found or replicas]
 
     def _ranks(self, adapter: str | None) -> list[list[RunningReplica]]:

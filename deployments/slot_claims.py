@@ -82,7 +82,7 @@ class SlotClaims:
                 raise InvalidRequest(f"min_copies is {min_copies}; expected at least 1")
             num_replicas = len(self._members.live)
             if min_copies > 1 and not num_replicas:
-                raise EngineError("no replica is running, so none can hold a copy; try again once /health is ok")
+                raise EngineError("no replica is running, so none can hold a copy; try again once /v1/fleet shows one")
             if min_copies > max(1, num_replicas):
                 raise InvalidRequest(
                     f"min_copies of adapter {name!r} is {min_copies}, and there are {num_replicas} replica(s); "

@@ -28,8 +28,10 @@ class WorkAccount:
 
     def add(self, work: Workload) -> None:
         """Take the engine's newest account."""
-        stalled, fault = self._account.stalled, self._account.fault
-        self._account = msgspec.structs.replace(work.after(self._account), stalled=stalled, fault=fault)
+        mine = self._account
+        self._account = msgspec.structs.replace(
+            work.after(mine), stalled=mine.stalled, fault=mine.fault, is_leaving=mine.is_leaving
+        )
         self._heard_s = self._clock()
         self._has_news = True
 
@@ -40,6 +42,15 @@ class WorkAccount:
         self._account = msgspec.structs.replace(self._account, stalled=dict(stalled), fault=fault)
         self._has_news = True
         return True
+
+    def set_leaving(self) -> None:
+        """Take that the replica gets no more requests, see `Workload.is_leaving`."""
+        self._account = msgspec.structs.replace(self._account, is_leaving=True)
+        self._has_news = True
+
+    def begin(self) -> None:
+        """Tell what stays so to somebody who knows nothing of it yet."""
+        self._has_news = True
 
     def take(self) -> Workload:
         """All that is to be told now; only what comes later is told again."""

@@ -58,7 +58,7 @@ class LoRAStatus(enum.Enum):
     UNSPECIFIED_ERROR = "unspecified_error"
 
 
-class LoRARequest(msgspec.Struct, omit_defaults=True):
+class LoRARequest(msgspec.Struct, omit_defaults=True, gc=False):
     """Load, unload, pin, unpin or warm one adapter."""
 
     operation: LoRAOperation

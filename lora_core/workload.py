@@ -60,6 +60,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Set by the replica: adapters ("" is the base model) whose oldest request makes no progress, and why."""
     fault: str = ""
     """Set by the replica: why none of its requests makes progress; empty while some do."""
+    is_leaving: bool = False
+    """Set by the replica: it gets no more requests, and ends with the last it has."""
 
     def after(self, earlier: "Workload") -> "Workload":
         """One account of two successive times: what was done in both, and the rest as it is now."""

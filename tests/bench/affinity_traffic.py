@@ -29,15 +29,13 @@ class Arrival:
 def zipf_arrivals(
     adapters: Sequence[str], *, exponent: float, per_s: float, seconds: float, prompt_tokens: int, vocab: int, seed: int
 ) -> list[Arrival]:
-    """Requests at random times (a Poisson process), of adapters whose popularity falls with the power of their rank."""
+    """Requests at random times (a Poisson process), of adapters whose popularity falls with a power of their place."""
     draw = random.Random(seed)
-    names = list(adapters)
-    draw.shuffle(names)
-    weights = [1 / rank**exponent for rank in range(1, len(names) + 1)]
+    weights = [1 / place**exponent for place in range(1, len(adapters) + 1)]
     arrivals, at_s = [], draw.expovariate(per_s)
     while at_s < seconds:
         prompt = tuple(draw.randrange(vocab) for _ in range(prompt_tokens))
-        arrivals.append(Arrival(at_s, draw.choices(names, weights)[0], prompt))
+        arrivals.append(Arrival(at_s, draw.choices(adapters, weights)[0], prompt))
         at_s += draw.expovariate(per_s)
     return arrivals
 
@@ -92,6 +90,8 @@ class Summary:
     failed: int
     goodput_per_s: float
     """Requests a second whose first token came in time."""
+    in_time: float
+    """Their share of all requests."""
     p50_ms: float
     p99_ms: float
     warm_p50_ms: float
@@ -109,11 +109,13 @@ def summary(outcomes: Sequence[Outcome], *, seconds: float, in_time_s: float, nu
     answered = [outcome for outcome in outcomes if outcome.first_s is not None and not outcome.error]
     waits = {kind: _sorted_ms(o for o in answered if o.is_warm is kind) for kind in (True, False)}
     everything = sorted(waits[True] + waits[False])
+    num_in_time = sum(wait_ms <= 1e3 * in_time_s for wait_ms in everything)
     by_replica = Counter(outcome.replica_id for outcome in answered)
     return Summary(
         requests=len(outcomes),
         failed=len(outcomes) - len(answered),
-        goodput_per_s=sum(wait_ms <= 1e3 * in_time_s for wait_ms in everything) / seconds,
+        goodput_per_s=num_in_time / seconds,
+        in_time=num_in_time / max(1, len(outcomes)),
         p50_ms=quantile(everything, 0.5),
         p99_ms=quantile(everything, 0.99),
         warm_p50_ms=quantile(waits[True], 0.5),

@@ -137,7 +137,9 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.here:
-        return max(_in_a_process(settings, given) for settings in given.settings or SETTINGS)
+        # One that was killed has a status below 0.
+        statuses = [_in_a_process(settings, given) for settings in given.settings or SETTINGS]
+        return int(any(statuses))
     (settings,) = given.settings
     with tempfile.TemporaryDirectory() as folder:
         base = tiny_llama(Path(folder) / "base")

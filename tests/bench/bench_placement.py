@@ -4,8 +4,9 @@
    seed. A point is good where ours has at least 95 % of the best baseline's slot hits and the busiest replica gets at
    most 1.10 times the mean of requests. The policy with every adapter in every slot is no baseline: it shows what the
    balance would be without adapters.
-2. Ours without each of its terms, at two points.
-3. `tests.bench.placement_scale`: time of a decision, bytes of a table, time of a plan and of a broadcast, with up to
+2. The same on points held out: fleets, workloads and seeds that none of our settings was chosen by.
+3. Ours without each of its terms, and without the plan, at two points, as a table.
+4. `tests.bench.placement_scale`: time of a decision, bytes of a table, time of a plan and of a broadcast, with up to
    1000 replicas of 32 slots and 100,000 adapters.
 
 Figures come with intervals of 95 % over the seeds. Plots go to the folder of `--out`. The last line is one JSON object.
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 from cluster.baselines import policies
 from cluster.simulator import Outcome, saturation_per_ms
 from cluster.workloads import Workload
-from tests.bench.placement_grid import Estimate, Run, ablations, estimate, grid, simulate_all
+from tests.bench.placement_grid import HELD_OUT_SEED, Estimate, Run, ablations, estimate, grid, held_out, simulate_all
 from tests.bench.placement_plots import plot_grid, plot_scale
 from tests.bench.placement_scale import scale
 from tests.bench.result import report
@@ -55,8 +56,10 @@ class Point(NamedTuple):
         return self.ratio >= LEAST_HITS and self.balance["ours"].mean <= MOST_OVER_MEAN
 
 
-def measure_grid(points: Sequence[Workload], seeds: Sequence[int], num_requests: int, workers: int) -> list[Point]:
-    """Run and print each point."""
+def measure_grid(
+    points: Sequence[Workload], seeds: Sequence[int], num_requests: int, workers: int, *, measure: str = "placement"
+) -> list[Point]:
+    """Run and print each point, as a line of this `measure`."""
     names = [policy.name for policy in policies()]
     measured = []
     for workload in points:
@@ -68,12 +71,12 @@ def measure_grid(points: Sequence[Workload], seeds: Sequence[int], num_requests:
             {name: estimate([outcome.hit_rate for outcome in of[name]]) for name in names},
             {name: estimate([outcome.max_over_mean for outcome in of[name]]) for name in names},
         )
-        _print_point(point, of)
+        _print_point(point, of, measure)
         measured.append(point)
     return measured
 
 
-def _print_point(point: Point, of: dict[str, list[Outcome]]) -> None:
+def _print_point(point: Point, of: dict[str, list[Outcome]], measure: str) -> None:
     work = point.workload
     print(
         f"\n{work.name}: {work.num_replicas} replicas of {work.num_slots} slots, {work.num_adapters} adapters, "
@@ -91,7 +94,7 @@ def _print_point(point: Point, of: dict[str, list[Outcome]]) -> None:
         )
     ours = of["ours"]
     report(
-        "placement", point=work.name, hits=point.hits["ours"].mean, max_over_mean=point.balance["ours"].mean,
+        measure, point=work.name, hits=point.hits["ours"].mean, max_over_mean=point.balance["ours"].mean,
         best=point.best, best_hits=point.hits[point.best].mean, ratio=point.ratio,
         warmed_per_request=estimate([outcome.warmed_per_request for outcome in ours]).mean,
         moves_per_request=estimate([outcome.moves_per_request for outcome in ours]).mean,
@@ -109,10 +112,13 @@ def measure_ablations(seeds: Sequence[int], num_requests: int, workers: int) -> 
     for run, outcome in zip(runs, outcomes, strict=True):
         label = f"without {run.without[0]}" if run.without else run.policy
         found.setdefault((run.workload.name, label), []).append(outcome)
-    print("\nAblations")
+    print("\n| point | ours | slot hits | busiest over mean | loads a request |\n|---|---|---|---|---|")
     for (point, label), of in found.items():
-        hits, balance = (estimate([getattr(o, field) for o in of]) for field in ("hit_rate", "max_over_mean"))
-        print(f"  {point:18} {label:18} hits {hits}  max/mean {balance}  loads {of[0].loads_per_request:.3f}")
+        hits, balance, loads = (
+            estimate([getattr(outcome, field) for outcome in of])
+            for field in ("hit_rate", "max_over_mean", "loads_per_request")
+        )
+        print(f"| {point} | {label} | {hits} | {balance} | {loads} |")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,31 +136,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"seeds {seeds}, {options.requests} requests a run; one replica's saturation {1e3 * saturation_per_ms():.2f}/s"
     )
     measured = measure_grid(points, seeds, options.requests, options.workers)
+    others = held_out()[:1] if options.quick else held_out()
+    other_seeds = [HELD_OUT_SEED + seed for seed in seeds]
+    print(f"\nHeld out, seeds {other_seeds}")
+    unseen = measure_grid(others, other_seeds, options.requests, options.workers, measure="placement_held_out")
     if not options.quick:
         measure_ablations(seeds, options.requests, options.workers)
     costs = scale(is_quick=options.quick)
     options.out.mkdir(parents=True, exist_ok=True)
-    plot_grid(measured, options.out)
+    plot_grid([*measured, *unseen], options.out)
     plot_scale(costs.decisions, options.out)
-    print(json.dumps(_summary(measured, costs.figures)))
+    print(json.dumps(_summary(measured, unseen, costs.figures)))
     return 0
 
 
-def _summary(measured: Sequence[Point], figures: dict[str, Any]) -> dict[str, Any]:
-    worst_hits = min(measured, key=lambda point: point.ratio)
-    worst_balance = max(measured, key=lambda point: point.balance["ours"].mean)
+def _summary(measured: Sequence[Point], unseen: Sequence[Point], figures: dict[str, Any]) -> dict[str, Any]:
     return {
         "measure": "bench-placement",
-        "points": len(measured),
-        "met": sum(point.met for point in measured),
-        "missed": [point.workload.name for point in measured if not point.met],
+        **_worst(measured),
+        **{f"held_out_{name}": value for name, value in _worst(unseen).items()},
+        **figures,
+        "decision_goal_us": GOAL_US,
+        "decision_met": figures["decision_p50_us"] <= GOAL_US,
+    }
+
+
+def _worst(points: Sequence[Point]) -> dict[str, Any]:
+    worst_hits = min(points, key=lambda point: point.ratio)
+    worst_balance = max(points, key=lambda point: point.balance["ours"].mean)
+    return {
+        "points": len(points),
+        "met": sum(point.met for point in points),
+        "missed": [point.workload.name for point in points if not point.met],
         "least_hits_over_best": round(worst_hits.ratio, 3),
         "least_hits_at": worst_hits.workload.name,
         "most_over_mean": round(worst_balance.balance["ours"].mean, 3),
         "most_over_mean_at": worst_balance.workload.name,
-        **figures,
-        "decision_goal_us": GOAL_US,
-        "decision_met": figures["decision_p50_us"] <= GOAL_US,
     }
 
 

@@ -1,5 +1,8 @@
-"""The grid of `make bench-placement`: two fleets at four popularities and with one hot adapter, and one fleet on which
-everything else is varied by itself.
+"""The points of `make bench-placement`.
+
+`grid`: two fleets at four popularities and with one hot adapter, and one fleet on which everything else is varied by
+itself. The settings of `cluster.placement` and `cluster.copies` were chosen by looking at it. `held_out`: other fleets,
+popularities and disturbances, with other seeds, which nobody looked at for that.
 """
 
 import math
@@ -17,6 +20,14 @@ from cluster.workloads import Fault, Workload
 SMALL = Workload(name="4 x 16", num_replicas=4, num_slots=16, catalogue=16.0)
 LARGE = Workload(name="8 x 32", num_replicas=8, num_slots=32, catalogue=4.0)
 CENTRE = Workload(name="8 x 16", num_replicas=8, num_slots=16, catalogue=4.0)
+
+FEW = Workload(name="3 x 32", num_replicas=3, num_slots=32, catalogue=8.0)
+ODD = Workload(name="6 x 24", num_replicas=6, num_slots=24, catalogue=5.0)
+MANY = Workload(name="12 x 8", num_replicas=12, num_slots=8, catalogue=3.0)
+_TWO_FAULTS = (Fault("kill", 0.35), Fault("add", 0.5), Fault("kill", 0.65), Fault("add", 0.75))
+
+HELD_OUT_SEED = 1000
+"""The first seed of points held out."""
 
 T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t by number of seeds, for intervals of 95 %."""
@@ -58,6 +69,27 @@ def grid() -> list[Workload]:
         replace(CENTRE, name="drift", drift=4),
         replace(CENTRE, name="mixed ranks", mixed_ranks=True),
         replace(CENTRE, name="a replica dies, one comes", faults=(Fault("kill", 0.45), Fault("add", 0.6))),
+    ]
+    return points
+
+
+def held_out() -> list[Workload]:
+    """Points that no setting was chosen by."""
+    points = [
+        replace(fleet, name=f"{fleet.name}, Zipf {zipf}", zipf=zipf)
+        for fleet in (FEW, ODD, MANY)
+        for zipf in (0.6, 1.05, 1.35)
+    ]
+    points += [
+        replace(ODD, name="one has a third", hot_share=1 / 3),
+        replace(ODD, name="arrivals of CV 3", cv=3.0),
+        replace(ODD, name="load 60%", load=0.6),
+        replace(ODD, name="load 100%", load=1.0),
+        replace(ODD, name="adapters over slots 1.5", catalogue=1.5),
+        replace(ODD, name="a crowd of a fifth, CV 2", crowd=0.2, cv=2.0),
+        replace(ODD, name="drift, twice", drift=2),
+        replace(MANY, name="drift, seven times, mixed ranks", drift=7, mixed_ranks=True),
+        replace(MANY, name="two replicas die, two come", faults=_TWO_FAULTS),
     ]
     return points
 

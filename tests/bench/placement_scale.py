@@ -23,6 +23,8 @@ from tests.bench.result import report, require
 from tests.unit.router_fleet import Replica, fleet, make_router
 
 NUM_SLOTS, MIB, IN_FLIGHT = 32, 40.0, 16
+NEWS_EVERY = 4
+"""Decisions between two replicas' news of a slot: a table every 200 ms and each reply bring some."""
 CHECKED = 50
 """Decisions compared with `cluster.placement.rank` before any is timed."""
 
@@ -83,9 +85,20 @@ class LargeFleet:
         """So many requests' adapters."""
         return self.rng.choices(self.names, cum_weights=self._sums, k=number)
 
+    def news(self) -> tuple[str, ReplicaState]:
+        """A replica, and what it holds now that one of its adapters has lost its slot to another."""
+        replica_id = self.rng.choice(list(self.states))
+        state = self.states[replica_id]
+        come, gone = self.rng.choice(self.names), next(iter(state.resident))
+        self.states[replica_id] = msgspec.structs.replace(
+            state, resident=(state.resident - {gone}) | {come}, in_memory=(state.in_memory - {gone}) | {come},
+            sequence=state.sequence + 1,
+        )  # fmt: skip
+        return replica_id, self.states[replica_id]
+
 
 def decide(large: LargeFleet, number: int) -> Decisions:
-    """Time decisions of one handle, each after a request was sent and another one ended."""
+    """Time decisions of one handle, each after a request was sent and another one ended, some after news of a slot."""
     board, routes = large.board(), large.plan.routes()
     for name in large.asked_for(CHECKED):
         views = [board.view(replica_id) for replica_id in board.replica_ids]
@@ -93,7 +106,9 @@ def decide(large: LargeFleet, number: int) -> Decisions:
         require(board.order(name, mib=MIB).open == expected[:8], f"{name} is not sent where the policy says")
         require(board.first(name, mib=MIB) == expected[0], f"{name} is not sent where the policy says")
     orders, firsts = [], []
-    for name in large.asked_for(number):
+    for turn, name in enumerate(large.asked_for(number)):
+        if turn % NEWS_EVERY == 0:
+            board.set_state(*large.news())
         began_ns = time.thread_time_ns()
         chosen = board.order(name, mib=MIB).open[0]
         between_ns = time.thread_time_ns()
@@ -138,6 +153,17 @@ def plan_again(large: LargeFleet) -> tuple[float, Plan]:
     return time.thread_time() - began_s, made
 
 
+async def register(names: Sequence[str]) -> float:
+    """Seconds of processor time until a replica that holds nothing is told of so many adapters, pickling included."""
+    router = make_router(lease_s=60.0, lora_paths=[f"{name}=/adapters/{name}" for name in names])
+    began_s = time.thread_time()
+    told = pickle.dumps(await router.register("r0"))
+    passed_s = time.thread_time() - began_s
+    await router.close()
+    require(len(pickle.loads(told).changes) == len(names), "a registration lacks adapters")
+    return passed_s
+
+
 async def broadcast(num_replicas: int) -> float:
     """Seconds until a load is acknowledged by so many replicas, all of them and the router on one event loop."""
     router = make_router(lease_s=60.0, change_timeout_s=60.0)
@@ -169,10 +195,11 @@ def scale(*, is_quick: bool = False) -> Scale:
     moved = sum(made.slots.get(name) != ids for name, ids in large.plan.slots.items())
     num_acknowledging = len(large.hosts)
     broadcast_s = asyncio.run(broadcast(num_acknowledging))
+    register_s = asyncio.run(register(large.names))
     report(
         "fleet", replicas=len(large.hosts), adapters=len(large.names), first_plan_s=large.first_plan_s,
         plan_s=again_s, promises=len(made.slots), promises_changed=moved, routes=len(made.routes()), **sizes_bytes,
-        broadcast_s=broadcast_s, broadcast_us_per_replica=1e6 * broadcast_s / num_acknowledging,
+        broadcast_s=broadcast_s, broadcast_us_per_replica=1e6 * broadcast_s / num_acknowledging, register_s=register_s,
         compared="nothing: what each costs the router actor", goal="none", met=None,
     )  # fmt: skip
     of_goal = decisions[1]
@@ -187,5 +214,6 @@ def scale(*, is_quick: bool = False) -> Scale:
             "table_bytes": sizes_bytes["table_bytes"],
             "delta_bytes": sizes_bytes["delta_bytes"],
             "broadcast_s": round(broadcast_s, 2),
+            "register_s": round(register_s, 3),
         },
     )

@@ -34,6 +34,8 @@ class Fault:
     """Returns when it has been done, and what must be seen at once has been seen."""
     ends_streams: bool = False
     """Whether streams may be on what is killed."""
+    cuts_streams: bool = False
+    """Whether it is not inflicted before one was."""
 
 
 def kill_replica(fleet: ChaosFleet) -> None:
@@ -65,6 +67,7 @@ def kill_controller(fleet: ChaosFleet) -> None:
     victim.kill()
     load_and_unload(fleet, "beside-the-controller")
     eventually(lambda: fleet.controller() != victim, "another controller")
+    kill_replica(fleet)
 
 
 def start_a_replica_during_broadcasts(fleet: ChaosFleet) -> None:
@@ -83,15 +86,27 @@ def start_a_replica_during_broadcasts(fleet: ChaosFleet) -> None:
         fleet.unload(name)
 
 
+def have_a_node(fleet: ChaosFleet) -> None:
+    """Have a second node, with a replica on it."""
+    if not fleet.has_node:
+        fleet.add_node()
+        fleet.scale(fleet.num_replicas + 1)
+        fleet.settle()
+
+
 def lose_a_node(fleet: ChaosFleet) -> None:
-    """Cut the power of the added node; later another one comes."""
+    """Cut the power of the added node, and of the replica there; later another one comes."""
+    have_a_node(fleet)
+    before = len(fleet.replicas())
     fleet.lose_node()
+    assert len(fleet.replicas()) == before - 1, "no replica was on the node"
     load_and_unload(fleet, "without-the-node")
     fleet.add_node()
 
 
 def scale_down(fleet: ChaosFleet) -> None:
     """Take the added replica away: it drains, and no stream ends early."""
+    have_a_node(fleet)
     fleet.scale(fleet.num_replicas - 1)
     eventually(lambda: len(fleet.replicas()) == fleet.num_replicas, "one replica fewer")
     fleet.lose_node()
@@ -159,13 +174,13 @@ def stall_a_replica(fleet: ChaosFleet) -> None:
 
 
 FAULTS = [
-    Fault("kill a replica", kill_replica, ends_streams=True),
-    Fault("kill an engine process", kill_engine, ends_streams=True),
+    Fault("kill a replica", kill_replica, ends_streams=True, cuts_streams=True),
+    Fault("kill an engine process", kill_engine, ends_streams=True, cuts_streams=True),
     Fault("lose an acknowledgement", lose_an_acknowledgement),
     Fault("fill the journal's disk", fill_the_journals_disk),
     Fault("20 clients load and unload the same names", conflicting_clients),
     Fault("kill the router actor", kill_router),
-    Fault("kill the controller", kill_controller),
+    Fault("kill the controller", kill_controller, ends_streams=True),
     Fault("stall an adapter", stall_an_adapter, ends_streams=True),
     Fault("stall a replica", stall_a_replica, ends_streams=True),
     Fault("start a replica during broadcasts", start_a_replica_during_broadcasts),

@@ -128,6 +128,11 @@ class ChaosFleet:
         node.start()
         self._node = node
 
+    @property
+    def has_node(self) -> bool:
+        """Whether there is an added node."""
+        return self._node is not None
+
     def lose_node(self) -> None:
         """Lose the added node, if there is one."""
         node, self._node = self._node, None

@@ -18,6 +18,9 @@ NUM_CLIENTS = 6
 PAUSE_S = 0.05
 """Between an answer and the client's next request."""
 
+CUT = "ended by an error event"
+"""What is counted of streams that were on what was killed."""
+
 TIMEOUT_S = 90.0
 """A request without an answer for so long is lost."""
 
@@ -65,6 +68,16 @@ class Load:
     def num_answers(self) -> int:
         """Requests that have ended in this stretch."""
         return self._tally.counts.total()
+
+    @property
+    def num_cut(self) -> int:
+        """Streams that have ended with an error event in this stretch."""
+        return self._tally.counts[CUT]
+
+    @property
+    def num_clients(self) -> int:
+        """Requests that are open at a time, at most."""
+        return self._num_clients
 
     def wait_for(self, num_answers: int, timeout_s: float = 60) -> None:
         """Wait until so many requests have ended in this stretch."""
@@ -128,7 +141,7 @@ class Load:
         elif ending == "done" and len(tokens) == num_tokens:
             tally.counts["right"] += 1
         elif ending == "error event":
-            tally.counts["ended by an error event"] += 1
+            tally.counts[CUT] += 1
         else:
             tally.counts["lost"] += 1
             tally.faults.append(f"{model}, prompt {prompt}, {num_tokens} tokens: {ending}, {len(tokens)} tokens came")

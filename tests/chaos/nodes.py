@@ -8,7 +8,7 @@ import psutil
 
 from deployments.local_cluster import OBJECT_STORE_BYTES, LocalCluster, agent_ports, free_port, stop_session
 
-ATTEMPTS = 3
+ATTEMPTS = 2
 
 
 class ExtraNode:
@@ -27,7 +27,7 @@ class ExtraNode:
         return self._process.pid
 
     def start(self) -> None:
-        """Returns when it has joined the cluster. Ray gives up on a busy machine after 30 s: then it is tried again."""
+        """Returns when it has joined the cluster; where Ray gives up, it is tried again."""
         for _ in range(ATTEMPTS):
             try:
                 if self._joins():

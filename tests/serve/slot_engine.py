@@ -16,6 +16,7 @@ from cluster.fleet import ROUTER_ACTOR
 from deployments.adapter_follower import AdapterFollower
 from deployments.engine_handle import EngineHandle
 from deployments.generation import GenerateCall, GenerateChunk, SlotSnapshot
+from deployments.leaving import watch_leaving
 from deployments.router_client import RouterClient
 from lora_core.messages import Residency
 from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
@@ -50,6 +51,7 @@ class SlotEngine:
         await self._follower.join()
         self._num_tokens: Counter[str] = Counter()
         self._working = asyncio.create_task(self._report_work())
+        self._leaving = asyncio.create_task(watch_leaving(self._follower.set_leaving))
         self._report()
         await self._follower.warm_share(WARM_TIMEOUT_S)
 
@@ -185,6 +187,18 @@ class Fan:
         """Answers as an ingress has them: for each the replica that gave it, and how many tokens came."""
         calls = [_call(adapter, num_tokens) for _ in range(num_calls)]
         return list(await asyncio.gather(*(_answer(self._handle.generate(call)) for call in calls)))
+
+    async def starts_on_demand(self) -> bool:
+        """As an ingress answers for its health where there is no replica."""
+        return await self._handle.starts_on_demand()
+
+    async def router_name(self) -> str:
+        """As an ingress finds the router actor."""
+        return await self._handle.router_name()
+
+    async def wake(self) -> None:
+        """As an ingress has a replica started."""
+        await self._handle.wake()
 
     async def stream_on(self, replica: str, num_tokens: int) -> tuple[str, int]:
         """The answer of one replica."""

@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from deployments.local_cluster import LocalCluster
-from lora_core.errors import EngineDead
+from lora_core.errors import InvalidRequest
 from tests.serve.slot_engine import eventually
 from tests.serve.slot_fleet import SlotFleet, deploy
 
@@ -49,6 +49,11 @@ def test_a_load_is_on_both_replicas_when_it_is_answered(application: SlotFleet) 
     for replica in replicas(application):
         assert application.where("everywhere", session=f"replica:{replica}") == replica
     application.unload("everywhere")
+
+
+def test_a_fleet_that_should_have_replicas_starts_none_on_demand(application: SlotFleet) -> None:
+    assert not application.fan.starts_on_demand.remote().result(timeout_s=30)
+    assert application.fan.router_name.remote().result(timeout_s=30) == application.router_name
 
 
 def test_requests_follow_the_adapter(application: SlotFleet) -> None:
@@ -87,8 +92,9 @@ def test_concurrent_calls_made_inside_one_request_all_return(application: SlotFl
 
 
 def test_a_replica_that_is_not_there_is_refused_and_nobody_waits(application: SlotFleet) -> None:
-    with pytest.raises(EngineDead, match="is not running"):
+    with pytest.raises(InvalidRequest, match="no replica 'nobody' takes requests") as refused:
         application.where(session="replica:nobody")
+    assert all(replica in str(refused.value) for replica in replicas(application))
     assert application.where() in replicas(application)
 
 
@@ -151,7 +157,7 @@ def test_a_replacement_replica_holds_what_the_others_hold(application: SlotFleet
 
     def serves() -> bool:
         # The router actor knows the replica a moment before the handle does.
-        with suppress(EngineDead):
+        with suppress(InvalidRequest):
             return application.where("inherited", session=f"replica:{replacement}") == replacement
         return False
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray import serve
+from ray.exceptions import RayTaskError
 
 from deployments.local_cluster import LocalCluster
 from lora_core.errors import NoReplica
@@ -64,17 +65,27 @@ def num_in_state(state: str) -> int:
     return int(serve.status().applications[APP].deployments["SlotEngine"].replica_states.get(state, 0))
 
 
+def leaving(fleet: SlotFleet) -> list[str]:
+    """Replicas that have told that they get no more requests."""
+    return [name for name, row in fleet.table().replicas.items() if row.is_leaving]
+
+
 def test_a_request_without_any_replica_waits_and_makes_one_start(fleet: SlotFleet) -> None:
+    assert fleet.fan.starts_on_demand.remote().result(timeout_s=30), "a fleet of none is healthy"
+    router_name = fleet.fan.router_name.remote().result(timeout_s=30)
+    assert ray.get(ray.get_actor(router_name, namespace="serve").num_joined.remote(), timeout=30) == 0
     with pytest.raises(NoReplica, match="within 2 s") as caught:
         fleet.where()
     assert caught.value.retry_after_s > 0
 
     def answered() -> bool:
-        with contextlib.suppress(NoReplica):
+        with contextlib.suppress(NoReplica, RayTaskError):
+            fleet.fan.wake.remote().result(timeout_s=30)
             return bool(fleet.where())
         return False
 
     eventually(answered, 60)
+    assert fleet.router_name == router_name
 
 
 def test_a_replica_that_comes_has_its_share_in_slots_before_its_first_request(fleet: SlotFleet) -> None:
@@ -115,7 +126,13 @@ def test_a_replica_that_goes_ends_its_streams_first(fleet: SlotFleet) -> None:
     assert len(crowd.result(timeout_s=60)) == 12
     eventually(lambda: num_in_state("STOPPING") == 1, 20)
     assert num_in_state("RUNNING") == 1
+    # Long before its streams have ended it is no longer planned with.
+    eventually(lambda: len(leaving(fleet)) == 1, 10)
+    (gone,) = leaving(fleet)
+    eventually(lambda: all(gone not in ids for ids in fleet.table().copies.values()), 10)
+    assert num_in_state("STOPPING") == 1
     assert [stream.result(timeout_s=60) for stream in streams] == [(replica, num_tokens) for replica in before]
     (left,) = fleet.replicas(1, 60)
     assert left in before
+    assert left != gone
     assert fleet.where() == left

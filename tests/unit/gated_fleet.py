@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI
 from cluster.access import AccessSettings, TenantSettings
 from cluster.fleet import LoadOutcome
 from cluster.quotas import TenantQuotas
+from deployments import exact_replica
 from deployments.fleet_api import FleetService, fleet_routes
 from deployments.gate import Gate
 from deployments.generation import GenerateChunk
@@ -41,6 +42,7 @@ class Fleet:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.call_ids: list[str] = []
+        self.replicas: list[str] = []
         # Names that stand for adapters, each of which it puts into the request that names it.
         self.targets = {"canary": "globex/secret", "acme/canary": "acme/a"}
         self.fault: str | LoRAFleetError = ""
@@ -56,6 +58,7 @@ class Fleet:
         if self.fault:
             raise self.fault if isinstance(self.fault, LoRAFleetError) else AdapterLost(self.fault)
         self.call_ids.append(new_call_id())
+        self.replicas.append(exact_replica.current())
         await self.go_on.wait()
         for count in (1, 2):
             yield GenerateChunk(
@@ -115,6 +118,9 @@ class Fleet:
 
     async def num_replicas(self) -> int:
         return 1
+
+    async def starts_on_demand(self) -> bool:
+        return False
 
     def _find(self, name: str) -> None:
         if name not in self.adapters and name != BASE:

@@ -1,5 +1,6 @@
 """`make bench-placement`, on a few small points."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from cluster.workloads import Workload
 from tests.bench.bench_placement import Point, main
-from tests.bench.placement_grid import Estimate, ablations, estimate, grid
+from tests.bench.placement_grid import Estimate, ablations, estimate, grid, held_out
 
 SURE = 0.0
 
@@ -24,6 +25,8 @@ def test_it_prints_points_and_one_line_at_the_end_and_plots_them(
     points = [json.loads(line) for line in lines if line.startswith("{") and '"placement"' in line]
     assert [point["point"] for point in points] == ["4 x 16, Zipf 0.9", "4 x 16, Zipf 1.5"]
     assert sum(point["met"] for point in points) == summary["met"]
+    assert summary["held_out_points"] == 1
+    assert summary["register_s"] > 0
     for name in ("grid.png", "decisions.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -36,6 +39,14 @@ def test_the_grid_has_what_it_should() -> None:
     assert {point.catalogue for point in points} >= {0.5, 16.0}
     assert {point.load for point in points} >= {0.5, 1.1}
     assert len(ablations(10, [0])) == 2 * 10
+
+
+def test_nothing_held_out_is_on_the_grid() -> None:
+    def what(workload: Workload) -> Workload:
+        return dataclasses.replace(workload, name="")
+
+    assert len({one.name for one in (*grid(), *held_out())}) == len(grid()) + len(held_out())
+    assert {what(one) for one in held_out()}.isdisjoint(map(what, grid()))
 
 
 def point(ours: float, balance: float) -> Point:

@@ -62,11 +62,15 @@ class Handle:
         self.responses: list[Response] = []
         self.calls: list[GenerateCall] = []
         self.models: list[str] = []
+        self.sessions: list[str] = []
         self.generate = self
 
-    def options(self, *, stream: bool, multiplexed_model_id: str) -> "Handle":
+    def options(
+        self, *, stream: bool = True, multiplexed_model_id: str | None = None, session_id: str | None = None
+    ) -> "Handle":
         assert stream
-        self.models.append(multiplexed_model_id)
+        self.models += [] if multiplexed_model_id is None else [multiplexed_model_id]
+        self.sessions += [] if session_id is None else [session_id]
         return self
 
     def remote(self, call: GenerateCall) -> Response:
@@ -88,7 +92,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         now[0] += seconds
 
     monkeypatch.setattr(engine_handle, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    loop = SimpleNamespace(sleep=sleep, get_running_loop=asyncio.get_running_loop)
+    loop = SimpleNamespace(
+        sleep=sleep, get_running_loop=asyncio.get_running_loop, CancelledError=asyncio.CancelledError
+    )
     monkeypatch.setattr(engine_handle, "asyncio", loop)
     return advance
 
@@ -204,6 +210,15 @@ async def test_what_only_time_can_help_is_not_tried_again(clock: object, error: 
     assert len(played.responses) == 1
 
 
+async def test_a_call_can_be_for_one_replica_alone(clock: object) -> None:
+    handle, calls = engine([EngineDead("gone")], [chunk("a")])
+    call = msgspec.structs.replace(CALL, replica="r1")
+    assert [piece.text for piece in await handle.collect(call)] == ["a"]
+    assert calls.sessions == ["replica:r1"] * 2, "the next try, too"
+    assert await streamed(handle) == ["a"]
+    assert len(calls.sessions) == 2
+
+
 async def test_a_whole_answer_is_asked_for_in_few_chunks(clock: object) -> None:
     handle, played = engine([chunk("a")])
     await handle.collect(CALL)
@@ -215,6 +230,7 @@ class Endless(Handle):
     """Answers nothing before it is cancelled, as Serve's responses do."""
 
     fleet: Any = None
+    ending: BaseException = RequestCancelledError("r")
 
     @property
     def _router(self) -> Any:
@@ -226,7 +242,7 @@ class Endless(Handle):
 
         async def chunks() -> AsyncIterator[GenerateChunk]:
             await cancelled.wait()
-            raise RequestCancelledError("r")
+            raise self.ending
             yield
 
         return _Iterable(chunks(), cancelled)
@@ -270,8 +286,11 @@ async def test_a_call_whose_first_token_has_come_waits_no_longer(clock: object) 
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
-async def test_a_cold_adapter_is_waited_for_no_longer_than_it_should_be(is_warm: bool) -> None:
+# As it comes from Ray's own transport, and from gRPC.
+@pytest.mark.parametrize("ending", [RequestCancelledError("r"), asyncio.CancelledError()])
+async def test_a_cold_adapter_is_waited_for_no_longer_than_it_should_be(is_warm: bool, ending: BaseException) -> None:
     endless = Endless()
+    endless.ending = ending
     endless.fleet = SimpleNamespace(is_warm=lambda adapter: is_warm, load_s=lambda adapter: 7.0)
     handle = EngineHandle(endless, QueueSettings(cold_wait_s=0.1))
     waiting = asyncio.create_task(handle.collect(CALL))

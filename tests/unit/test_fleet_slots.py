@@ -1,12 +1,17 @@
 """From the work that replicas report to the slots that they are asked to fill and keep."""
 
 import asyncio
+import time
+from typing import Any
 
 import pytest
 
+from cluster.copies import Plan, plan
 from cluster.fleet import SlotWishes
 from deployments import fleet_slots
+from deployments.fleet_tables import replica_state
 from deployments.router import AdapterRouter
+from deployments.work_account import WorkAccount
 from lora_core.errors import ReplicaUnknown
 from lora_core.messages import Residency
 from lora_core.types import AdapterRef
@@ -49,6 +54,32 @@ async def test_a_hot_adapter_is_granted_slots_on_both_replicas_and_handles_are_t
             wishes = await router.wait_wishes(replica.name, -1, 0)
             assert "hot" in [*wishes.warm, *wishes.protected]
         assert router._slots.shares["hot"] == pytest.approx(0.989, abs=0.01)
+
+
+async def test_a_replica_that_leaves_is_planned_with_no_more_while_it_ends_its_requests() -> None:
+    router, replicas = two_replicas()
+    async with fleet(router, *replicas):
+        for name in ("hot", "cold"):
+            await router.load(name, f"/{name}")
+        for replica in replicas:
+            await holds(router, replica.name, 1, "hot")
+            await router.report_work(replica.name, work(hot=9000, cold=100))
+        await settled(lambda: len(router._slots.copies.get("hot", ())) == 2)
+        assert await router.num_joined() == 2
+        account = WorkAccount()
+        account.set_leaving()
+        account.add(work(hot=10))
+        await router.report_work("r0", account.take())
+        await settled(lambda: all("r0" not in ids for ids in router._slots.copies.values()))
+        assert (await router.table()).replicas["r0"].is_leaving
+        assert await router.num_joined() == 1
+        report = (await router.fleet_status()).replicas
+        assert (report["r0"].leaving, report["r1"].leaving) == (True, False)
+        assert replica_state(report["r0"]) == "leaving"
+        assert (await router.wait_wishes("r0", -1, 5)).warm == []
+        account.begin()
+        assert account.has_news, "it is told again to whichever router there is then"
+        assert account.take().is_leaving
 
 
 async def test_work_of_the_base_model_leaves_a_smaller_share_to_adapters() -> None:
@@ -177,3 +208,24 @@ async def test_a_replica_without_slots_is_wished_nothing() -> None:
     router = make_router()
     async with fleet(router, Replica(router, "r0")):
         assert await router.wait_wishes("r0", -1, 1) == SlotWishes(version=1)
+
+
+async def test_where_planning_takes_long_there_are_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def plan_slowly(*arguments: Any, **settings: Any) -> Plan:
+        plans.append(time.monotonic())
+        time.sleep(0.05)
+        return plan(*arguments, **settings)
+
+    monkeypatch.setattr(fleet_slots, "plan", plan_slowly)
+    router = make_router(num_slots=2, lease_s=5, plan_period_s=0.01)
+    async with fleet(router, Replica(router, "r0")):
+        await router.load("a", "/a")
+        await settled(lambda: router._slots._plan is not None)
+        await settled(lambda: not router._slots._is_wanted)
+        before = len(plans)
+        await asyncio.sleep(0.4)
+        assert len(plans) - before <= 2
+        router._slots.start()
+        await settled(lambda: len(plans) > before)

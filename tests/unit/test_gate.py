@@ -9,6 +9,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from cluster.access import AccessSettings
+from deployments import exact_replica
 from deployments.alias_api import AliasService, alias_routes
 from deployments.caller_context import current_caller
 from deployments.fleet_api import FleetService, fleet_routes
@@ -206,3 +207,17 @@ async def test_websockets_are_closed(fleet: Fleet, who: str | None) -> None:
 
 def test_calls_of_other_actors_are_the_operators() -> None:
     assert current_caller().is_fleet_operator
+
+
+async def test_only_the_fleets_operator_chooses_the_replica_that_answers(connect: Connect, fleet: Fleet) -> None:
+    body, header = {"model": "shared", "prompt": "hi"}, {exact_replica.HEADER: "r1"}
+    async with connect(key=KEYS["operator"]) as client:
+        for headers in (header, {}):
+            assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    assert fleet.replicas == ["r1", ""]
+    for key in (KEYS["acme"], KEYS["acme:operator"]):
+        async with connect(key=key) as client:
+            answer = await client.post("/v1/completions", json=body, headers=header)
+            assert answer.status_code == 403
+            assert exact_replica.HEADER in answer.json()["error"]["message"]
+    assert len(fleet.replicas) == 2

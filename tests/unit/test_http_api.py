@@ -37,6 +37,7 @@ class Recorder:
         self.calls: list[tuple[Any, ...]] = []
         self.outcome = LoadOutcome(status=LoRAStatus.SUCCESS, message="done", per_replica={"r0": "success: done"})
         self.error: Exception | None = None
+        self.replicas, self.on_demand = 1, False
 
     async def _take(self, *call: Any) -> LoadOutcome:
         self.calls.append(call)
@@ -101,7 +102,10 @@ class Recorder:
         return {"id": name}
 
     async def num_replicas(self) -> int:
-        return 1
+        return self.replicas
+
+    async def starts_on_demand(self) -> bool:
+        return self.on_demand
 
 
 @pytest.fixture
@@ -113,6 +117,16 @@ def service() -> Recorder:
 async def http(service: Recorder) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(http_app(service)), base_url="http://fleet") as client:
         yield client
+
+
+async def test_a_fleet_without_replicas_is_healthy_only_where_the_next_request_starts_one(
+    http: httpx.AsyncClient, service: Recorder
+) -> None:
+    answers = []
+    for service.replicas, service.on_demand in ((1, False), (0, False), (0, True)):
+        answer = await http.get("/health")
+        answers.append((answer.status_code, answer.json()["status"], answer.json()["replicas"]))
+    assert answers == [(200, "ok", 1), (503, "no replica is ready", 0), (200, "ok", 0)]
 
 
 async def test_each_route_asks_for_its_operation(http: httpx.AsyncClient, service: Recorder) -> None:

@@ -34,6 +34,18 @@ def test_a_crowd_counts_within_seconds_and_chance_does_not() -> None:
     assert share_of_newcomer(1) < 1e-4, "one request in a second says little"
 
 
+def test_who_stops_is_noticed_as_soon_as_who_comes() -> None:
+    popularity = Popularity(half_life_s=600, fast_half_life_s=5)
+    for second in range(600):
+        popularity.add({"old": 50.0, "usual": 50.0}, total=100, now=second)
+    for second in range(600, 610):
+        popularity.add({"new": 50.0, "usual": 50.0}, total=100, now=second)
+    shares = popularity.shares()
+    assert shares["old"] == pytest.approx(0.125, abs=0.02), "two half-lives of the short window"
+    assert shares["new"] == pytest.approx(0.375, abs=0.02)
+    assert shares["usual"] == pytest.approx(0.5, abs=0.01)
+
+
 def test_what_is_forgotten_by_request_or_by_time_is_gone() -> None:
     popularity = Popularity(half_life_s=1, fast_half_life_s=1)
     popularity.add({"a": 1, "b": 1}, total=2, now=0)

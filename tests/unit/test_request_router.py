@@ -15,7 +15,7 @@ from deployments.fleet_view import FleetView
 from deployments.generation import SlotSnapshot
 from deployments.ray_internals import ExactRequestRouter, PendingRequest, RunningReplica
 from deployments.request_router import AffinityRequestRouter
-from lora_core.errors import EngineDead
+from lora_core.errors import InvalidRequest
 from tests.unit.request_routing import (
     FakeReplica,
     FakeSource,
@@ -247,7 +247,7 @@ async def test_one_exact_replica_can_be_asked_for(source: FakeSource) -> None:
     await settle()
     for name in ("r2", "r1"):
         assert await route(router, request(session=f"replica:{name}")) == name
-    with pytest.raises(EngineDead, match="'gone'"):
+    with pytest.raises(InvalidRequest, match="no replica 'gone' takes requests; those that do: r0, r1, r2"):
         await route(router, request(session="replica:gone"))
     assert await route(router, request("a")) == "r0", "the refused request blocks nobody"
 

@@ -1,5 +1,7 @@
 """What an engine's work is accounted as: by adapter, by request, and on its way to the router actor."""
 
+import random
+
 import pytest
 
 from deployments.work_account import WorkAccount
@@ -103,7 +105,21 @@ def test_steps_that_are_all_alike_say_nothing() -> None:
     assert line.per_token_s is None
     for num_tokens in (2, 16) * 50:
         line.add(num_tokens, 0.02 - 0.0001 * num_tokens)
-    assert line.per_token_s == 0.0, "a token never makes a step shorter"
+    assert line.per_token_s is None, "a token never makes a step shorter"
+
+
+def test_what_chance_may_have_made_of_steps_says_nothing() -> None:
+    line, chance = StepLine(), random.Random(0)
+    slopes = []
+    for _ in range(3000):
+        line.add(chance.randrange(1, 9), 0.01 + chance.uniform(0, 0.01))
+        slopes.append(line.per_token_s)
+    assert sum(slope is not None for slope in slopes) < 0.1 * len(slopes)
+    assert 0.0 not in slopes
+    for _ in range(300):
+        num_tokens = chance.randrange(1, 9)
+        line.add(num_tokens, 0.01 + 0.002 * num_tokens + chance.uniform(0, 0.001))
+    assert line.per_token_s == pytest.approx(0.002, rel=0.1)
 
 
 # On its way

@@ -66,6 +66,8 @@ class Request:
     """Clock reading when it last joined the queue."""
     num_outputs_before: int = 0
     """Tokens that had been generated when it last began to run."""
+    is_traced: bool = False
+    """Whether it is noted when it got where."""
 
     def __post_init__(self) -> None:
         self.block_hashes = BlockHashes(self.adapter, self.cache_salt)

@@ -38,6 +38,7 @@ from lora_core.models.split import share_of, whole_of
 from lora_core.models.weights import load_decoder
 from lora_core.parallel.group import RankGroup
 from lora_core.parallel.leader import Leader
+from lora_core.parallel.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     from kernels.launch import Launch
@@ -88,7 +89,8 @@ class ModelRunner:
 
     def _start(self, engine_config: EngineConfig, lora_config: LoRAConfig, group: RankGroup | None) -> None:
         """Plan the memory, and take it; on all ranks."""
-        self.plan = _plan(engine_config, lora_config, self.device, group)
+        shard = WHOLE if group is None else group.shard
+        self.plan = engine_plan(engine_config, lora_config, self.device, shard)
         if group is not None:
             # A block has the same number on all ranks.
             least = group.least if self._leader is None else self._leader.least
@@ -316,11 +318,25 @@ def _graph_sizes(
     )
 
 
-def _plan(engine: EngineConfig, lora: LoRAConfig, device: torch.device, group: RankGroup | None) -> MemoryPlan:
-    """What the engine will take of its device."""
+def engine_plan(
+    engine: EngineConfig, lora: LoRAConfig, device: torch.device, shard: Shard = WHOLE, free: int | None = None
+) -> MemoryPlan:
+    """What an engine will take of its device; of the model, only config.json is read.
+
+    Args:
+        engine: The model and its budgets.
+        lora: Whether adapters are served, how many at once, and how large.
+        device: It need not be there if `free` is given.
+        shard: Whose share of the model it has.
+        free: Bytes that are free on the device; None: the device is asked.
+
+    Raises:
+        UnsupportedModel: the model's architecture or configuration is not served.
+        ConfigError: it does not fit, or a setting cannot work with the model.
+    """
     hf_config = read_hf_config(engine.model)
     whole = _limit_length(_restrict_targets(decoder_config(hf_config), lora), engine.max_model_len)
-    config = whole if group is None else share_of(whole, group.shard)
+    config = whole if shard.size == 1 else share_of(whole, shard)
     declared = DTYPES[engine.dtype] or hf_config.dtype
     # A checkpoint that declares none is as wide as its tensors: fp32 at most.
     dtype = declared if isinstance(declared, torch.dtype) else torch.float32
@@ -329,7 +345,7 @@ def _plan(engine: EngineConfig, lora: LoRAConfig, device: torch.device, group: R
         engine_sizes(config, engine, lora, dtype=dtype, device=device),
         memory_settings(engine, lora, max_model_len=config.max_model_len, num_graphs=num_graphs),
         device=str(device),
-        free_bytes=free_bytes(device),
+        free_bytes=free_bytes(device) if free is None else free,
     )
 
 

@@ -11,8 +11,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TRITON36 := .make/triton36
 PEERS := .make/peers
+LM_EVAL := .make/lm-eval
 
-.PHONY: setup serve check test smoke tenants cases fuzz chaos kernels-static test-triton36 tune \
+.PHONY: setup serve check browser prometheus lm-eval test quickstart smoke tenants cases fuzz chaos kernels-static test-triton36 tune \
 	bench-decode bench-peers bench-load bench-fair bench-affinity bench-hop bench-placement bench-sampler bench-kernels-cpu profile demo-adapters configuration-page clean
 
 setup: $(INSTALLED)
@@ -31,7 +32,30 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check
+# Debian packages that tests use, where this machine is Debian's and we are root: $(call debian,command,packages). What
+# cannot be had is skipped, but with CI=true its test fails.
+define debian
+	@command -v $(1) > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && apt-get update \
+	    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $(2); } \
+	    || echo "$(1) is not here and cannot be installed; its tests are skipped"
+endef
+
+browser:
+	$(call debian,chromedriver,chromium chromium-driver)
+
+prometheus:
+	$(call debian,prometheus,prometheus)
+
+# EleutherAI's evaluation harness, which tests/serve/app/test_lm_eval.py asks a fleet with; 0.9 GB of its own.
+lm-eval: $(LM_EVAL)/.installed
+
+$(LM_EVAL)/.installed:
+	rm -rf $(LM_EVAL)
+	$(PYTHON) -m venv $(LM_EVAL)
+	$(LM_EVAL)/bin/python -m pip install --disable-pip-version-check 'lm-eval[api]==0.4.13' transformers
+	touch $@
+
+test: check browser prometheus lm-eval
 	$(BIN)/python -m pytest
 	$(MAKE) test-triton36
 
@@ -47,6 +71,10 @@ test-triton36: setup $(TRITON36)/.installed
 $(TRITON36)/.installed: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(TRITON36) triton==3.6.0
 	touch $@
+
+# docs/quickstart.md from a fresh clone (ARGUMENTS=--reuse takes packages and model from this machine, where they are).
+quickstart: setup
+	$(BIN)/python -m tests.docs.quickstart $(ARGUMENTS)
 
 smoke: setup
 	$(BIN)/python -m tests.serve.smoke

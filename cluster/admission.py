@@ -20,7 +20,6 @@ class Admission:
         max_waiting: Most requests that wait, of all models.
         max_waiting_per_adapter: Most of them that wait for one adapter. The base model is bound by the total alone.
         clock: Seconds, monotonic.
-        on_started: Told each model (None: the base) and the seconds a request of it waited for its first token.
     """
 
     def __init__(
@@ -28,12 +27,10 @@ class Admission:
         max_waiting: int,
         max_waiting_per_adapter: int,
         clock: Callable[[], float] = time.monotonic,
-        on_started: Callable[[str | None, float], None] | None = None,
     ) -> None:
         self._max_waiting = max_waiting
         self._max_waiting_per_adapter = max_waiting_per_adapter
         self._clock = clock
-        self._on_started = on_started
         self._all = _Line()
         # Of models with requests that wait, and of no others.
         self._lines: dict[str | None, _Line] = {}
@@ -75,7 +72,7 @@ class Admission:
             line = self._lines[adapter] = _Line()
         for entered in (self._all, line):
             entered.enter(now)
-        return Place(self, adapter, now)
+        return Place(self, adapter)
 
     def leave(self, place: "Place", *, started: bool) -> None:
         """Called by a place, once."""
@@ -84,16 +81,13 @@ class Admission:
             left.leave(now, started=started)
         if not line.length:
             del self._lines[place.adapter]
-        if started and self._on_started is not None:
-            self._on_started(place.adapter, now - place.entered_at)
 
 
 class Place:
     """One request's place among those that wait."""
 
-    def __init__(self, admission: Admission, adapter: str | None, entered_at: float) -> None:
+    def __init__(self, admission: Admission, adapter: str | None) -> None:
         self.adapter = adapter
-        self.entered_at = entered_at
         self._admission: Admission | None = admission
 
     def start(self) -> None:

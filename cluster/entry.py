@@ -38,6 +38,8 @@ class AdapterEntry(AdapterFacts, frozen=True, kw_only=True, gc=False):
     """`folder_fingerprint` of `path` when its load began; None where unknown, and in the fleet's table."""
     slot_bytes: int = 0
     """What is moved to bring it into a slot: its size in host memory; 0 while not known."""
+    created: int = 0
+    """Unix time at which the load of this generation began; 0 where unknown."""
 
     @classmethod
     def restored(cls, row: AdapterRow, report: LoadReport | None) -> "AdapterEntry":
@@ -54,6 +56,7 @@ class AdapterEntry(AdapterFacts, frozen=True, kw_only=True, gc=False):
             pinned=row.pinned,
             min_copies=row.min_copies,
             slot_bytes=0 if report is None else report.num_bytes,
+            created=row.created,
         )
 
     def row(self, report: bytes | None = None) -> AdapterRow:
@@ -69,6 +72,7 @@ class AdapterEntry(AdapterFacts, frozen=True, kw_only=True, gc=False):
             pinned=self.pinned,
             report=report,
             min_copies=self.min_copies,
+            created=self.created,
         )
 
     def as_loaded(self, report: LoadReport | None) -> "AdapterEntry":

@@ -16,16 +16,17 @@ from lora_core.errors import ConfigError, LoRAFleetError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """`PRAGMA user_version` of the tables below. What an earlier format lacks is added when a journal is opened: format 1
-had no fingerprints, format 2 no content hashes, pins and reports, format 3 no least copies and aliases."""
+had no fingerprints, format 2 no content hashes, pins and reports, format 3 no least copies and aliases, format 4 no
+times of loads."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS adapters (
     name TEXT PRIMARY KEY, path TEXT NOT NULL, generation INTEGER NOT NULL, state TEXT NOT NULL,
     static INTEGER NOT NULL, fingerprint TEXT, content_hash TEXT, pinned INTEGER NOT NULL DEFAULT 0, report BLOB,
-    min_copies INTEGER NOT NULL DEFAULT 1
+    min_copies INTEGER NOT NULL DEFAULT 1, created INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS withdrawn (name TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS aliases (
@@ -39,6 +40,7 @@ LATER_COLUMNS = {
     "pinned": "INTEGER NOT NULL DEFAULT 0",
     "report": "BLOB",
     "min_copies": "INTEGER NOT NULL DEFAULT 1",
+    "created": "INTEGER NOT NULL DEFAULT 0",
 }
 """Columns of `adapters` that format 1 did not have."""
 
@@ -62,6 +64,8 @@ class AdapterRow(NamedTuple):
     report: bytes | None = None
     """JSON of the `LoadReport` of its load; None where unknown."""
     min_copies: int = 1
+    created: int = 0
+    """Unix time of its load; 0 where unknown."""
 
 
 class AliasRow(NamedTuple):

@@ -5,6 +5,7 @@ is committed to the journal before the method that makes it returns; only what u
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -117,7 +118,13 @@ class AdapterRegistry:
         with self._journal.transaction() as write:
             epoch = write.next_epoch(self.epoch)
             entry = AdapterEntry(
-                name=name, path=path, generation=epoch, state="loading", epoch=epoch, fingerprint=fingerprint
+                name=name,
+                path=path,
+                generation=epoch,
+                state="loading",
+                epoch=epoch,
+                fingerprint=fingerprint,
+                created=int(time.time()),
             )
             write.put(entry.row())
         self._set(entry)
@@ -202,6 +209,7 @@ class AdapterRegistry:
                 generation=epoch,
                 fingerprint=staged.fingerprint,
                 static=entry.static and entry.path == staged.path,
+                created=staged.created,
             )
             if report is not None:
                 report = msgspec.structs.replace(report, generation=epoch)

@@ -1,6 +1,7 @@
 """The desired adapters as a router finds them when it starts: its journal's, merged with its configuration's."""
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -91,7 +92,13 @@ def _set_static(journal: Journal, found: Restored, name: str, path: str) -> None
             epoch = write.next_epoch()
             fingerprint = folder_fingerprint(path)
             entry = AdapterEntry(
-                name=name, path=path, generation=epoch, state="ready", epoch=epoch, fingerprint=fingerprint
+                name=name,
+                path=path,
+                generation=epoch,
+                state="ready",
+                epoch=epoch,
+                fingerprint=fingerprint,
+                created=int(time.time()),
             )
         entry = msgspec.structs.replace(entry, static=True)
         write.put(entry.row(found.reports.get(name)))

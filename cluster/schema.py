@@ -106,6 +106,25 @@ class WatchdogSettings(Settings):
         )
 
 
+class TracingSettings(Settings):
+    """The `tracing` section: traces of requests, from the ingress to the engine's steps, by OpenTelemetry."""
+
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/?#]+",
+        description=(
+            "Base address of a collector that takes OTLP over HTTP, such as `http://127.0.0.1:4318`; `/v1/traces` is "
+            "put behind it. Unset: nothing is traced, and nothing is spent on it."
+        ),
+    )
+    sample_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced; one that comes with a `traceparent` is as its sender says.",
+    )
+
+
 class AppSettings(Settings):
     """Everything under `args` of the application."""
 
@@ -122,6 +141,7 @@ class AppSettings(Settings):
     router: RouterSettings = RouterSettings()
     watchdog: WatchdogSettings = WatchdogSettings()
     access: AccessSettings = AccessSettings()
+    tracing: TracingSettings = TracingSettings()
 
     @model_validator(mode="after")
     def _files_come_before_deadlines(self) -> "AppSettings":

@@ -5,6 +5,8 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
+
 from deployments.generation import GenerateChunk, ToolCall
 from deployments.openai_api import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from deployments.token_scores import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
@@ -29,11 +31,13 @@ class Answer:
         last: dict[int, GenerateChunk] = {}
         async for piece in pieces:
             if piece.index not in last and self._chat:
-                yield self._chunk({"index": piece.index, "delta": {"role": "assistant", "content": ""}})
+                # Of it, nothing but its prompt has been told.
+                begun = msgspec.structs.replace(piece, completion_tokens=0)
+                yield self._chunk({"index": piece.index, "delta": {"role": "assistant", "content": ""}}, begun)
             last[piece.index] = piece
             yield self._piece(piece)
         if self._request.include_usage and last:
-            yield {**self._envelope(stream=True), "choices": [], "usage": _usage(list(last.values()))}
+            yield {**self._envelope(stream=True), "choices": [], "usage": self._usage(list(last.values()))}
 
     def whole(self, pieces: list[GenerateChunk]) -> dict[str, Any]:
         """The answer in one object. `pieces` is not empty."""
@@ -41,7 +45,7 @@ class Answer:
         for piece in pieces:
             by_index.setdefault(piece.index, []).append(piece)
         choices = [self._choice(index, of_one) for index, of_one in sorted(by_index.items())]
-        usage = _usage([of_one[-1] for of_one in by_index.values()])
+        usage = self._usage([of_one[-1] for of_one in by_index.values()])
         answer = {**self._envelope(stream=False), "choices": choices, "usage": usage}
         if self._chat and self._request.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._prompt_logprobs(by_index[0])
@@ -50,7 +54,11 @@ class Answer:
     def _choice(self, index: int, pieces: list[GenerateChunk]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         logprobs = self._logprobs(pieces)
-        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason(pieces[-1])}
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason(pieces[-1]),
+        }
         if self._chat:
             choice["message"] = _message(text, pieces)
         else:
@@ -65,7 +73,7 @@ class Answer:
         choice: dict[str, Any] = {
             "index": piece.index,
             "logprobs": self._logprobs([piece]),
-            "finish_reason": finish_reason(piece),
+            "finish_reason": self._finish_reason(piece),
         }
         if self._chat:
             choice["delta"] = _delta(piece)
@@ -73,7 +81,7 @@ class Answer:
             choice["text"] = piece.text
         if self._request.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        return self._chunk(choice)
+        return self._chunk(choice, piece)
 
     def _logprobs(self, pieces: Sequence[GenerateChunk]) -> dict[str, Any] | None:
         """Of the next pieces of one choice."""
@@ -92,20 +100,42 @@ class Answer:
         scores = [score for piece in pieces for score in piece.prompt_scores or ()]
         return prompt_logprobs(scores, self._request.prompt_logprobs or 0)
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _finish_reason(self, last: GenerateChunk) -> str | None:
+        """Why an answer ended, in OpenAI's words; None where it goes on."""
+        if last.finish_reason != "stop" or not last.tool_calls:
+            return last.finish_reason
+        # A call of the one function that it was told to call is no news.
+        is_told = isinstance(self._request, ChatCompletionRequest) and self._request.names_a_tool
+        return "stop" if is_told else "tool_calls"
+
+    def _chunk(self, choice: dict[str, Any], piece: GenerateChunk) -> dict[str, Any]:
+        """One chunk of a streamed answer; `piece` tells the usage of its choice so far."""
         filled = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
-        usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
+        usage: dict[str, Any] = {}
+        if self._request.include_usage:
+            usage["usage"] = self._usage([piece]) if self._request.continuous_usage else None
         return {**self._envelope(stream=True), "choices": [filled], **usage}
+
+    def _usage(self, last: Sequence[GenerateChunk]) -> dict[str, Any]:
+        """From the last chunk of each choice: a prompt counts once, however many answers it has."""
+        by_prompt: dict[int, list[GenerateChunk]] = {}
+        for chunk in last:
+            by_prompt.setdefault(chunk.index // (self._request.n or 1), []).append(chunk)
+        prompt_tokens = sum(chunks[0].prompt_tokens for chunks in by_prompt.values())
+        completion_tokens = sum(chunk.completion_tokens for chunk in last)
+        # Of answers to one prompt, the first one to begin found least of it.
+        cached_tokens = sum(min(chunk.cached_tokens for chunk in chunks) for chunks in by_prompt.values())
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
 
     def _envelope(self, *, stream: bool) -> dict[str, Any]:
         chat = "chat.completion.chunk" if stream else "chat.completion"
         kind = chat if self._chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self._created, "model": self._request.model}
-
-
-def finish_reason(last: GenerateChunk) -> str | None:
-    """Why an answer ended, in OpenAI's words; None where it goes on."""
-    return "tool_calls" if last.tool_calls and last.finish_reason == "stop" else last.finish_reason
 
 
 def _message(text: str, pieces: Sequence[GenerateChunk]) -> dict[str, Any]:
@@ -131,15 +161,3 @@ def _delta(piece: GenerateChunk) -> dict[str, Any]:
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _usage(last: Sequence[GenerateChunk]) -> dict[str, Any]:
-    """Of one request, from the last chunk of each of its choices: the prompt counts once, as the first one found it."""
-    prompt_tokens = last[0].prompt_tokens
-    completion_tokens = sum(chunk.completion_tokens for chunk in last)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": min(chunk.cached_tokens for chunk in last)},
-    }

@@ -62,9 +62,14 @@ def build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=settings.queue.max_waiting + MAX_STREAMS,
     )
     base = BaseModelCard(settings.base_name, root=settings.model, created=int(time.time()))
-    enable_lora = settings.lora_config.enable_lora
-    replicas, access = engine.bind(settings.model_dump(mode="json")), settings.access
-    return ingress.bind(replicas, base, enable_lora=enable_lora, queue=settings.queue, access=access)
+    return ingress.bind(
+        engine.bind(settings.model_dump(mode="json")),
+        base,
+        enable_lora=settings.lora_config.enable_lora,
+        queue=settings.queue,
+        access=settings.access,
+        tracing=settings.tracing,
+    )
 
 
 def router_settings(settings: AppSettings) -> dict[str, Any]:

@@ -16,9 +16,18 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"], None),
     "refusal": (None,),
     "tool_calls": ([], None),
-    "function_call": (None,),
+    "function_call": ("none", "auto", None),
+    "functions": ([], None),
     "audio": (None,),
     "annotations": ([], None),
+    "reasoning_effort": ("none", None),
+    "verbosity": ("medium", None),
+    "web_search_options": (None,),
+    "moderation": (None,),
+    # Some clients keep it in each message of a chat.
+    "type": ("text", "message", None),
+    # vLLM's, of an adapter for a mixture of experts.
+    "is_3d_lora_weight": (False, None),
 }
 """Fields not served, or not by every body, each with the values that ask nothing of it."""
 
@@ -29,7 +38,12 @@ NO_INFLUENCE = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "prediction",
     "parallel_tool_calls",
+    # vLLM reads it in no body either.
+    "lora_int_id",
 )
 """Fields accepted and ignored by bodies that do not read them: there they never change an answer."""
 

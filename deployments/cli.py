@@ -11,6 +11,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from deployments.bench_serve.command import bench_commands
+from deployments.chat_command import chat_commands
+from deployments.doctor.command import doctor_commands
 from deployments.fleet_commands import commands
 from deployments.local_cluster import ENVIRONMENT, JOINING
 from lora_core.errors import LoRAFleetError
@@ -18,6 +21,9 @@ from lora_core.errors import LoRAFleetError
 console = Console(stderr=True, highlight=False)
 cli = typer.Typer(add_completion=False, no_args_is_help=True)
 cli.add_typer(commands)
+cli.add_typer(chat_commands)
+cli.add_typer(doctor_commands)
+cli.add_typer(bench_commands, name="bench")
 
 
 @cli.callback()
@@ -49,7 +55,7 @@ def up(
             print_requests(served.url, settings.base_name, adapters, with_key=has_keys(settings, os.environ))
             variables = " ".join(f"{name}={value}" for name, value in JOINING.items())
             _report(f"for other Ray programs: {variables}, ray.init({served.cluster.address!r})")
-            _report(f"metrics for Prometheus: {served.cluster.metrics_url}")
+            _report(f"metrics for Prometheus: {served.url}/metrics")
             _report(f"logs: {served.log}; stop with Ctrl-C")
             served.wait()
     except LoRAFleetError as error:

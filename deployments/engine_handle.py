@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
@@ -18,7 +18,9 @@ from cluster.schema import QueueSettings
 from deployments.fleet_view import FleetView
 from deployments.generation import GenerateCall, GenerateChunk, Refusal, SlotSnapshot
 from deployments.ray_internals import call_on_loop, deployment_actors, request_router_of, starts_on_demand
+from deployments.request_metrics import RequestMetrics
 from deployments.request_router import EXACT_REPLICA
+from deployments.request_spans import traced_attempt
 from deployments.routing_metrics import RoutingMetrics
 from lora_core.errors import (
     AdapterLate,
@@ -29,6 +31,9 @@ from lora_core.errors import (
     NoReplica,
     QueueFull,
 )
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +61,18 @@ class EngineHandle:
     Args:
         handle: Serve's.
         queue: How many calls may wait for their first token, and how long.
+        tracer: Makes the spans of calls; unset: there are none.
     """
 
-    def __init__(self, handle: DeploymentHandle, queue: QueueSettings | None = None) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, queue: QueueSettings | None = None, tracer: "Tracer | None" = None
+    ) -> None:
         self._handle = handle
+        self._tracer = tracer
         self._queue = queue = queue or QueueSettings()
-        self._metrics = metrics = RoutingMetrics()
-        self._admission = Admission(queue.max_waiting, queue.max_waiting_per_adapter, on_started=metrics.observe_wait)
+        self._metrics = RoutingMetrics()
+        self._requests = RequestMetrics()
+        self._admission = Admission(queue.max_waiting, queue.max_waiting_per_adapter)
         self._showing: asyncio.TimerHandle | None = None
         self._on_demand, self._on_demand_until = False, 0.0
 
@@ -111,7 +121,7 @@ class EngineHandle:
             LoRAFleetError: whatever the replica refused the call with.
         """
         retries = _Retries(call.request_id)
-        with self._enter(call) as place:
+        with self._enter(call) as place, self._requests.begin(call.lora_name) as seen:
             while True:
                 started = False
                 try:
@@ -120,6 +130,7 @@ class EngineHandle:
                             if not started:
                                 started = True
                                 place.start()
+                            seen.take(chunk)
                             yield chunk
                     return
                 except (EngineDead, AdapterLost) as error:
@@ -139,18 +150,23 @@ class EngineHandle:
         """
         retries = _Retries(call.request_id)
         call = msgspec.structs.replace(call, streamed=False)
-        with self._enter(call) as place:
+        with self._enter(call) as place, self._requests.begin(call.lora_name) as seen:
             while True:
                 answer: list[GenerateChunk] = []
+                seen.restart()
                 try:
                     async for chunk in self._attempt(call):
                         place.start()
+                        seen.take(chunk)
                         answer.append(chunk)
                     return answer
                 except (EngineDead, AdapterLost) as error:
                     await retries.wait(error)
 
-    async def _attempt(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
+    def _attempt(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
+        return traced_attempt(self._tracer, call, self._answer)
+
+    async def _answer(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk, None]:
         options = self._handle.options(stream=True, multiplexed_model_id=call.lora_name or "")
         if call.replica:
             options = options.options(session_id=EXACT_REPLICA + call.replica)

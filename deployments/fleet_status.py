@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
+from cluster.picture import FleetPicture
 from cluster.status import AdapterReport, FleetReport, Page
 from lora_core.errors import AdapterNotFound, EngineError, LoRAFleetError
 
@@ -21,6 +22,8 @@ class StatusSource(Protocol):
 
     async def fleet_status(self) -> FleetReport: ...
 
+    async def fleet_picture(self) -> FleetPicture: ...
+
     async def adapters_status(self, after: str, limit: int) -> Page: ...
 
     async def adapter_status(self, name: str) -> AdapterReport | None: ...
@@ -35,6 +38,10 @@ class FleetStatus:
     async def fleet(self) -> FleetReport:
         """Replicas, epochs, and the last changes that failed."""
         return await _soon(self._source.fleet_status())
+
+    async def picture(self) -> FleetPicture:
+        """What the live page shows."""
+        return await _soon(self._source.fleet_picture())
 
     async def adapters(self, after: str = "", limit: int = MOST_ADAPTERS) -> Page:
         """The desired adapters whose names come after `after`, in order, at most `limit` and `MOST_ADAPTERS`."""

@@ -15,6 +15,9 @@ from deployments.key_store import KeyStore
 from deployments.route_access import Access, find_route
 from lora_core.errors import KeyRefused, NotPermitted
 
+SHOWN_CODING = 40
+"""Characters of a body's coding that its refusal repeats."""
+
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -46,6 +49,10 @@ class Gate:
             # There are no WebSockets here.
             await send({"type": "websocket.close", "code": 1008})
             return
+        if scope["method"] == "POST" and scope["path"].endswith("/"):
+            # Many clients are configured so, and a redirect would send some of them elsewhere behind a proxy. What is
+            # read by name keeps it: a name may end so.
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         with ExitStack() as stack:
             stack.enter_context(request_id.bound(scope))
             answer: ASGIApp
@@ -53,7 +60,7 @@ class Gate:
                 caller = self._admit(scope)
                 stack.enter_context(self._quotas.request(caller.tenant))
                 stack.enter_context(exact_replica.bound(scope, caller))
-                self._check_length(Headers(scope=scope))
+                self._check_body(Headers(scope=scope))
             except Exception as error:
                 answer = http_errors.error_response(error)
             else:
@@ -93,7 +100,16 @@ class Gate:
             raise NotPermitted(f"this key does not open this route, which needs {route.access.value}")
         return caller
 
-    def _check_length(self, headers: Headers) -> None:
+    def _check_body(self, headers: Headers) -> None:
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            # What it unpacks to has no bound.
+            raise HTTPException(
+                415,
+                f"the body is sent with Content-Encoding: {coding[:SHOWN_CODING]!r}, which this server does not read; "
+                "send it as it is",
+                {"Accept-Encoding": "identity"},
+            )
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._max_body_bytes:
             raise self._too_large()

@@ -5,7 +5,21 @@ from typing import Any
 import msgspec
 
 from lora_core import errors
-from lora_core.messages import FinishReason, SamplingParams
+from lora_core.messages import FinishReason, SamplingParams, Timeline
+
+
+class CallRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer's tool calls are held to, token by token."""
+
+    functions: list[str]
+    """Names of tools of which it may hold calls."""
+    strict: list[str] = []
+    """Of these, those whose arguments must meet their schema in all that it says; the others, in all that is known how
+    to hold an answer to."""
+    is_needed: bool
+    """The answer is calls, and nothing else; otherwise there may be text, and no call."""
+    most_calls: int | None = None
+    """Unset: several."""
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +34,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """Functions the model may call, told by the chat template."""
     one_tool_call: bool = False
     """Of several calls in an answer only the first is told."""
+    call_rules: CallRules | None = None
+    """Unset: the model calls what it likes, as it likes, or nothing."""
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams = SamplingParams()
@@ -28,7 +44,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     """Each answer's text begins with the prompt's; `sampling.prompt_logprobs` are then told with its tokens."""
     max_tokens: int | None = None
-    """Most tokens to generate; unset fills what the context leaves. Takes the place of `sampling.max_tokens`."""
+    """Most tokens to generate; unset fills what the context leaves. Takes the place of `sampling.max_tokens`. With 0,
+    which goes with `echo`, there is no token in the answer, and its prompt is computed all the same."""
     default_max_tokens: int | None = None
     """Where `max_tokens` is unset: no more than this, nor than the context leaves."""
     stop: tuple[str, ...] = ()
@@ -41,6 +58,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """Its prefix is shared with calls of the same salt alone."""
     replica: str = ""
     """Serve's unique id of the one replica that is to answer; empty: whichever is placed best."""
+    traceparent: str = ""
+    """Of the span it belongs to, as the W3C writes it; empty: it is not traced."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,5 +137,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Calls it wants made; in the last chunk."""
     completion_tokens: int = 0
     """Tokens generated up to and with this chunk."""
+    timeline: Timeline | None = None
+    """Of a traced call's answer: when its request got where in the engine, so far."""
     snapshot: SlotSnapshot | None = None
     """In the first chunk of a reply: the replica's slots when it was made."""

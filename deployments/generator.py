@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
+from deployments.call_grammar import call_grammar
 from deployments.choice_seeds import choice_seed
 from deployments.detokenizer import AnswerWriter, Written
 from deployments.engine_client import EngineClient
-from deployments.generation import GenerateCall, GenerateChunk, ScoredToken
+from deployments.generation import CallRules, GenerateCall, GenerateChunk, ScoredToken
 from deployments.merged_streams import merged
 from deployments.stream_pace import StreamPace
 from deployments.token_stream import TokenStream
@@ -20,10 +21,12 @@ from deployments.tool_calls import Spoken, ToolReader, tool_reader
 from lora_core import errors
 from lora_core.errors import EngineError, InvalidRequest, LoRAFleetError
 from lora_core.messages import (
+    Constraint,
     EngineReady,
     FinishReason,
     GenerateRequest,
     SamplingParams,
+    Timeline,
     TokenDelta,
     TokenLogprobs,
 )
@@ -75,7 +78,10 @@ class Generator:
             EngineDead: the engine ended, or no longer makes progress.
         """
         prompt = await self._prompt(call)
-        readers = await self._tool_readers(call)
+        rendered = await self._render(call)
+        readers = [self._tool_reader(call, rendered) for _ in range(call.n)]
+        if call.call_rules is not None:
+            prompt = await asyncio.to_thread(self._held_to_rules, call, call.call_rules, prompt, rendered)
         answers = [_Answer(index, call, prompt, self._tokenizer, reader) for index, reader in enumerate(readers)]
         streams: list[TokenStream] = []
         # A stop string ends an answer when it is seen, and the engine goes on until then.
@@ -115,15 +121,33 @@ class Generator:
             )
         if call.sampling.logprobs is not None or call.sampling.prompt_logprobs is not None or call.echo:
             await self._prepare_words(call)
-        return Prompt(token_ids, msgspec.structs.replace(call.sampling, max_tokens=self._max_tokens(call, token_ids)))
+        sampling = msgspec.structs.replace(call.sampling, max_tokens=self._max_tokens(call, token_ids))
+        # Of no tokens, none can be asked for.
+        return Prompt(token_ids, msgspec.structs.replace(sampling, min_tokens=0) if call.max_tokens == 0 else sampling)
 
-    async def _tool_readers(self, call: GenerateCall) -> list[ToolReader | None]:
-        """For each answer what reads the calls in it; None where no tools were given."""
-        tokenizer = self._tokenizer
-        if not call.tools or call.messages is None or tokenizer is None:
-            return [None] * call.n
-        rendered = await asyncio.to_thread(tokenizer.render_chat, call.messages, call.tools)
-        return [tool_reader(tokenizer, rendered, call.tools) for _ in range(call.n)]
+    async def _render(self, call: GenerateCall) -> str:
+        """A chat with tools as its template writes it; empty for any other call."""
+        if not call.tools or call.messages is None or self._tokenizer is None:
+            return ""
+        return await asyncio.to_thread(self._tokenizer.render_chat, call.messages, call.tools)
+
+    def _tool_reader(self, call: GenerateCall, rendered: str) -> ToolReader | None:
+        """What reads the calls in an answer; None where no tools were given."""
+        if not rendered or self._tokenizer is None:
+            return None
+        return tool_reader(self._tokenizer, rendered, call.tools)
+
+    def _held_to_rules(self, call: GenerateCall, rules: CallRules, prompt: Prompt, rendered: str) -> Prompt:
+        """The prompt, its answer held to the rules for calls. Raises InvalidRequest where that cannot be."""
+        reader = self._tool_reader(call, rendered)
+        if reader is None or self._tokenizer is None:
+            raise InvalidRequest(
+                "tool_choice, or a tool that is strict, asks for calls of a certain form, and nothing says in which "
+                "form the base model writes them; leave out tool_choice and strict"
+            )
+        grammar = call_grammar(self._tokenizer, lambda: self._tool_reader(call, rendered), call.tools, rules)
+        constraint = Constraint("grammar", grammar)
+        return Prompt(prompt.token_ids, msgspec.structs.replace(prompt.sampling, constraint=constraint))
 
     async def _prepare_words(self, call: GenerateCall) -> None:
         if self._tokenizer is None:
@@ -178,15 +202,16 @@ class Generator:
             )
         if call.max_tokens is None:
             return min(context - num_prompt, call.default_max_tokens or context)
-        if call.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {call.max_tokens}; it must be at least 1")
+        if call.max_tokens < (0 if call.echo else 1):
+            raise InvalidRequest(f"max_tokens is {call.max_tokens}; it must be at least 1, or with echo 0")
         if num_prompt + call.max_tokens > context:
             raise InvalidRequest(
                 f"the prompt has {num_prompt} tokens and max_tokens is {call.max_tokens}, together "
                 f"{num_prompt + call.max_tokens}; the context holds {context}: shorten the prompt, lower max_tokens, "
                 "or ask the operator of this server to raise engine.max_model_len"
             )
-        return call.max_tokens
+        # An engine's answer has one token at least; one that is not wanted is left out of the answer.
+        return max(call.max_tokens, 1)
 
 
 class _Answer:
@@ -203,11 +228,13 @@ class _Answer:
         self._index = index
         self._reader = reader
         self._most_calls = 1 if call.one_tool_call else None
+        self._has_tokens = call.max_tokens != 0
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._num_tokens = 0
         self._token_ids: list[int] = []
         self._num_cached_tokens = 0
+        self._timeline: Timeline | None = None
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_scores: list[ScoredToken] | None = None
         self._unwritten = ""
@@ -230,12 +257,15 @@ class _Answer:
             raise _error_named(delta.error_type, delta.error or "the engine gave no reason")
         written = self._write(delta)
         self._num_cached_tokens += delta.num_cached_tokens
+        self._timeline = delta.timeline or self._timeline
         self._token_ids += delta.token_ids[: written.num_tokens]
         self._logprobs += (delta.logprobs or [])[: written.num_tokens]
         if delta.prompt_logprobs is not None:
             self._prompt_scores = self._score_prompt(delta.prompt_logprobs)
         text, self._unwritten = self._unwritten + written.text, ""
         finish_reason = "stop" if written.stopped else delta.finish_reason
+        if not self._has_tokens and finish_reason is not None:
+            finish_reason = "length"
         spoken = Spoken(text)
         if self._reader is not None:
             spoken = self._reader.read(text, final=finish_reason is not None)
@@ -249,6 +279,7 @@ class _Answer:
         token_ids, self._token_ids = self._token_ids, []
         logprobs, self._logprobs = self._logprobs, []
         prompt_scores, self._prompt_scores = self._prompt_scores, None
+        timeline, self._timeline = self._timeline, None
         asks = self._prompt.sampling.logprobs is not None
         return GenerateChunk(
             text=spoken.text,
@@ -258,6 +289,7 @@ class _Answer:
             index=self._index,
             scores=self._score(token_ids, logprobs) if asks else None,
             prompt_scores=prompt_scores,
+            timeline=timeline,
             finish_reason=finish_reason,
             prompt_tokens=len(self._prompt.token_ids),
             cached_tokens=self._num_cached_tokens,
@@ -280,6 +312,8 @@ class _Answer:
         return ScoredToken(token_id, data, logprob, list(top), special)
 
     def _write(self, delta: TokenDelta) -> Written:
+        if not self._has_tokens:
+            return Written("", 0, False)
         if self._writer is None:
             return Written("", len(delta.token_ids), False)
         # "stop" is the engine's word for an answer ended by its last token, which is not part of the text.
@@ -292,7 +326,14 @@ def _request(index: int, call: GenerateCall, prompt: Prompt) -> GenerateRequest:
     sampling = prompt.sampling
     if sampling.seed is not None:
         sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, index))
-    return GenerateRequest(call.request_id, prompt.token_ids, sampling, call.lora_name, call.cache_salt)
+    return GenerateRequest(
+        call.request_id,
+        prompt.token_ids,
+        sampling,
+        call.lora_name,
+        call.cache_salt,
+        is_traced=bool(call.traceparent),
+    )
 
 
 def _error_named(name: str, sentence: str) -> LoRAFleetError:

@@ -70,6 +70,8 @@ def http_app(service: Service) -> FastAPI:
         title="lora-fleet",
         description="One base model in memory, a LoRA adapter per request.",
         version=version("lora-fleet"),
+        # Behind a proxy that speaks TLS they lead elsewhere; `deployments.gate` makes do without.
+        redirect_slashes=False,
         # Told to readers of the description; `deployments.gate` has looked at the key before.
         dependencies=[Depends(HTTPBearer(auto_error=False))],
         responses={

@@ -122,7 +122,7 @@ def describe_validation(error: ValidationError | RequestValidationError) -> tupl
 
 
 _NOT_AN_OBJECT = ("missing", "dict_type", "model_type", "model_attributes_type")
-_NO_FIELD = ("body", "str", "int", "list")
+_NO_FIELD = ("body", "str", "int", "list", "NamedTool")
 
 
 LONGEST_FOUND = 40

@@ -1,6 +1,8 @@
 """`Ingress`: the application's front door, for HTTP (`deployments.http_api`) and for handle calls alike."""
 
 import logging
+import os
+import platform
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from cluster.access import AccessSettings
 from cluster.entry import AdapterEntry
 from cluster.fleet import Alias, AliasInFleet, FleetTable, LoadOutcome
 from cluster.quotas import TenantQuotas
-from cluster.schema import QueueSettings
+from cluster.schema import QueueSettings, TracingSettings
 from cluster.status import AdapterReport, FleetReport, Page
 from deployments import exact_replica, request_id
 from deployments.adapter_card import status_body
@@ -24,12 +26,16 @@ from deployments.caller_context import current_caller
 from deployments.directory import ModelDirectory
 from deployments.engine_handle import EngineHandle
 from deployments.fleet_api import fleet_routes
+from deployments.fleet_feed import FleetFeed, fleet_events
+from deployments.fleet_page import add_fleet_page
 from deployments.fleet_status import MOST_ADAPTERS, FleetStatus
 from deployments.gate import Gate
 from deployments.generation import GenerateCall, GenerateChunk
 from deployments.http_api import http_app
 from deployments.http_errors import STATUS_ERRORS, describe_validation
 from deployments.key_store import KeyStore
+from deployments.metrics_api import metrics_routes
+from deployments.node_metrics import NodeMetrics
 from deployments.openai_api import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -39,9 +45,12 @@ from deployments.openai_api import (
     model_card,
     tokens_body,
 )
+from deployments.prompt_batch import collect_all, stream_all
+from deployments.request_spans import TracedRequests
 from deployments.tenant_service import as_tenants_see
 from deployments.text_calls import TokensCall
 from deployments.tokenizer_handle import TokenizerHandle
+from deployments.tracing import tracer_of
 from lora_core.errors import InvalidRequest, LoRADisabled, LoRAFleetError
 from lora_core.types import LoRAStatus
 
@@ -71,6 +80,7 @@ class Ingress:
         enable_lora: Whether adapters are served.
         queue: How many requests may wait, and how long.
         access: Its keys and tenants; unset: none.
+        tracing: Where traces go; unset: nowhere.
     """
 
     def __init__(
@@ -81,8 +91,10 @@ class Ingress:
         enable_lora: bool,
         queue: QueueSettings | None = None,
         access: AccessSettings | None = None,
+        tracing: TracingSettings | None = None,
     ) -> None:
-        self._engine = EngineHandle(engine, queue)
+        self._tracer = tracer_of(tracing or TracingSettings(), f"ingress-{platform.node()}-{os.getpid()}")
+        self._engine = EngineHandle(engine, queue, self._tracer)
         self._tokenizer = TokenizerHandle(engine)
         self._base = base
         self._enable_lora = enable_lora
@@ -97,6 +109,7 @@ class Ingress:
         self._directory = ModelDirectory(base.name, self._engine.router_name)
         self._directory.start()
         self._status = FleetStatus(self._directory.router)
+        self._feed = FleetFeed(self._status.picture)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once the replica is constructed."""
@@ -104,8 +117,12 @@ class Ingress:
         quotas = TenantQuotas(self._access.tenants, num_sharing=lambda: serve.get_replica_context().world_size or 1)
         app = http_app(as_tenants_see(self, self._base.name, self._access, quotas))
         app.include_router(fleet_routes(self))
+        app.include_router(metrics_routes(NodeMetrics(self._base.name).page))
+        add_fleet_page(app, lambda: fleet_events(self._feed))
         # Outside of all routes, also of those that come later.
         app.add_middleware(Gate, keys=self._keys, quotas=quotas, max_body_bytes=self._access.max_body_bytes)
+        if self._tracer is not None:
+            app.add_middleware(TracedRequests, tracer=self._tracer)
         return app
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -219,11 +236,11 @@ class Ingress:
 
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
         """The whole answer, see `EngineHandle.collect`."""
-        return await self._engine.collect(await self._call(request))
+        return await collect_all(self._engine.collect, await self._calls(request))
 
     async def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]:
         """The answer piece by piece, see `EngineHandle.generate`."""
-        async with aclosing(self._engine.generate(await self._call(request))) as pieces:
+        async with aclosing(stream_all(self._engine.generate, await self._calls(request))) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -235,7 +252,8 @@ class Ingress:
         table = self._directory.table or await self._directory.refresh()
         for name, entry in sorted(table.adapters.items()) if table is not None else ():
             if is_wanted is None or is_wanted(name):
-                cards[name] = model_card(name, root=entry.path, parent=base.name, created=base.created)
+                created = entry.created or base.created
+                cards[name] = model_card(name, root=entry.path, parent=base.name, created=created)
         for name, alias in sorted(table.aliases.items()) if table is not None else ():
             if is_wanted is None or is_wanted(name):
                 card = model_card(name, root=", ".join(alias.targets), parent=base.name, created=base.created)
@@ -295,16 +313,21 @@ class Ingress:
         if not self._enable_lora:
             raise LoRADisabled("this server runs with enable_lora: false; set it to true to serve adapters")
 
-    async def _call(self, request: GenerationRequest) -> GenerateCall:
-        call_id = request_id.new_call_id()
+    async def _calls(self, request: GenerationRequest) -> list[GenerateCall]:
+        """What replicas are asked: one call for each prompt, all for the same adapter."""
         # A client that sends a request again under the same id gets the same of an alias's adapters.
-        model = await self._directory.resolve(request.model, request_id.current() or call_id)
+        model = await self._directory.resolve(request.model, request_id.current() or request_id.new_call_id())
         if model.lora_name is not None:
             # What an alias is asked is answered in the name of the adapter that answers.
             request.model = model.lora_name
-        call = request.call(call_id, model.lora_name, model.epoch)
+        calls = [
+            request.call(request_id.new_call_id(), model.lora_name, model.epoch, index)
+            for index in range(request.num_prompts)
+        ]
         # How long a prompt takes must not tell what other tenants have asked.
-        return msgspec.structs.replace(call, cache_salt=current_caller().tenant or "", replica=exact_replica.current())
+        salt = current_caller().tenant or ""
+        replica = exact_replica.current()
+        return [msgspec.structs.replace(call, cache_salt=salt, replica=replica) for call in calls]
 
     async def _changed(self, outcome: LoadOutcome) -> LoadOutcome:
         await self._directory.refresh()

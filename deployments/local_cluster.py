@@ -59,8 +59,6 @@ class LocalCluster:
         self.environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
         self.environment.pop("RAY_ADDRESS", None)
         self.address = ""
-        self.metrics_url = ""
-        """Where Prometheus finds the metrics of all its processes."""
         self._process: subprocess.Popen[bytes] | None = None
         self.folder = Path()
         """Private to this cluster, removed with it."""
@@ -81,11 +79,9 @@ class LocalCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="lf-", dir="/tmp"))
         port = free_port()
         self.address = f"127.0.0.1:{port}"
-        metrics_port = free_port()
-        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         command = [ray_command("ray"), "start", "--head", "--block", f"--port={port}", f"--temp-dir={self.folder}"]
         command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"]
-        command += [f"--object-store-memory={OBJECT_STORE_BYTES}", *agent_ports(metrics_port)]
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}", *agent_ports(free_port())]
         command += [f"--num-cpus={self._num_cpus}"] if self._num_cpus is not None else []
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

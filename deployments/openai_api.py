@@ -5,10 +5,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from deployments.body import Body, NonEmpty
-from deployments.generation import GenerateCall
+from deployments.generation import CallRules, GenerateCall
+from deployments.prompt_field import MAX_ANSWERS, Prompts
 from deployments.sampling_fields import NumLogprobs, SamplingFields, TokenId
 from deployments.text_calls import TextCall, TextTokens
-from deployments.tool_fields import MadeCall, ToolChoice, Tools
+from deployments.tool_fields import MadeCall, NamedTool, ToolChoice, Tools
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of /v1/completions; chat answers fill the context."""
@@ -29,6 +30,8 @@ class ChatMessage(Body):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[MadeCall] | None = None
+    reasoning_content: str | None = None
+    """What an assistant thought, as this server and others tell it; some chat templates show it to the model."""
 
     @model_validator(mode="after")
     def _only_assistants_may_be_silent(self) -> "ChatMessage":
@@ -44,6 +47,8 @@ class ChatMessage(Body):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             message["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.role == "tool":
             message |= {"tool_call_id": self.tool_call_id} if self.tool_call_id else {}
             message |= {"name": self.name} if self.name else {}
@@ -77,19 +82,58 @@ class ChatCompletionRequest(SamplingFields):
             )
         return self
 
+    @model_validator(mode="after")
+    def _tools_agree(self) -> "ChatCompletionRequest":
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise ValueError("tool_choice asks for a call, which needs tools; send tools or leave out tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and (name := self.tool_choice.function.name) not in names:
+            raise ValueError(f"tool_choice names {name!r}, and tools has {', '.join(names)}")
+        if self.call_rules is not None and self.constraint() is not None:
+            raise ValueError(
+                "response_format or structured_outputs holds the answer to one form, and tool_choice, or a tool that "
+                "is strict, to another; leave one out"
+            )
+        return self
+
     @property
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are told with each one of the answer; None tells none at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def call(self, request_id: str, lora_name: str | None, epoch: int) -> GenerateCall:
-        """What a replica is asked."""
+    @property
+    def names_a_tool(self) -> bool:
+        """Whether one certain function must be called."""
+        return isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def call_rules(self) -> CallRules | None:
+        """What the answer's calls are held to; None where the model calls as it likes."""
+        functions = [tool.function for tool in self.tools or ()]
+        if self.tool_choice == "none":
+            return None
+        if isinstance(self.tool_choice, NamedTool):
+            functions = [function for function in functions if function.name == self.tool_choice.function.name]
+        strict = [function.name for function in functions if function.strict]
+        is_needed = self.tool_choice == "required" or self.names_a_tool
+        if not is_needed and not strict:
+            return None
+        return CallRules(
+            functions=[function.name for function in functions],
+            strict=strict,
+            is_needed=is_needed,
+            most_calls=1 if self.names_a_tool or self.parallel_tool_calls is False else None,
+        )
+
+    def call(self, request_id: str, lora_name: str | None, epoch: int, index: int = 0) -> GenerateCall:
+        """What a replica is asked. A chat is one prompt, with the index 0."""
         return GenerateCall(
             request_id=request_id,
             lora_name=lora_name,
             messages=[message.rendered() for message in self.messages],
             tools=rendered_tools(self.tools, self.tool_choice),
             one_tool_call=self.parallel_tool_calls is False,
+            call_rules=self.call_rules,
             sampling=self.sampling(self.num_logprobs, self.prompt_logprobs),
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
@@ -101,24 +145,44 @@ class ChatCompletionRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """Body of POST /v1/completions."""
 
-    prompt: NonEmpty | Annotated[list[TokenId], Field(min_length=1)]
+    prompt: Prompts
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
+    max_tokens: int | None = Field(default=None, ge=0)
+    """With 0, which goes with `echo`, the prompt alone is told."""
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which goes with echo: true alone; raise it to at least 1")
+        num_answers = self.num_prompts * (self.n or 1)
+        if num_answers > MAX_ANSWERS:
+            raise ValueError(
+                f"prompt has {self.num_prompts} entries and n is {self.n or 1}, together {num_answers} answers; one "
+                f"request may ask for up to {MAX_ANSWERS}: send several"
+            )
+        return self
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that are answered side by side."""
+        return len(self.prompt)
 
     @property
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are told with each one of the answer; None tells none at all."""
         return self.logprobs
 
-    def call(self, request_id: str, lora_name: str | None, epoch: int) -> GenerateCall:
-        """What a replica is asked."""
+    def call(self, request_id: str, lora_name: str | None, epoch: int, index: int = 0) -> GenerateCall:
+        """What a replica is asked for the sake of the prompt at `index`."""
+        prompt = self.prompt[index]
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         num_prompt_logprobs = max((count for count in asked if count is not None), default=None)
         return GenerateCall(
             request_id=request_id,
             lora_name=lora_name,
-            prompt=self.prompt if isinstance(self.prompt, str) else None,
-            prompt_token_ids=None if isinstance(self.prompt, str) else self.prompt,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=None if isinstance(prompt, str) else prompt,
             sampling=self.sampling(self.logprobs, num_prompt_logprobs),
             n=self.n or 1,
             echo=bool(self.echo),

@@ -2,9 +2,14 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Iterable
 
+from cluster.member import Member
 from cluster.members import Members
+from cluster.picture import FleetNow, FleetPicture, fleet_picture
 from cluster.registry import AdapterRegistry
+from cluster.slot_ages import SlotAges
 from cluster.status import AdapterReport, FleetReport, Page, Plan, adapter_report, fleet_report, page
 from deployments.fleet_operations import FleetOperations
 from deployments.fleet_slots import FleetSlots
@@ -33,6 +38,7 @@ class OperatorView:
         self._members = members
         self._slots = slots
         self._operations = operations
+        self._ages = SlotAges()
         self._showing: asyncio.Task[None] | None = None
 
     def fleet(self, router_id: str) -> FleetReport:
@@ -57,6 +63,21 @@ class OperatorView:
         if entry is None:
             return None
         return adapter_report(entry, self._registry.entries, self._members.live, self._plan, failure)
+
+    def picture(self, router_id: str) -> FleetPicture:
+        """What the live page shows of it."""
+        registry, plan = self._registry, self._plan
+        report = self.fleet(router_id)
+        now = FleetNow(report, self._members.live, registry.entries, registry.served, plan.shares, self._ages)
+        return fleet_picture(now, time.time())
+
+    def note_slots(self, member: Member) -> None:
+        """A replica has said what is in its slots."""
+        self._ages.note(member.replica_id, member.resident)
+
+    def drop(self, replica_ids: Iterable[str]) -> None:
+        """These replicas are gone."""
+        self._ages.drop(replica_ids)
 
     def start(self, router_id: str) -> None:
         """Show metrics from now on, in the running event loop; outside a Ray actor there is nowhere to."""

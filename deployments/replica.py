@@ -19,11 +19,13 @@ from deployments.generation import GenerateCall, GenerateChunk, Refusal, SlotSna
 from deployments.generator import Generator
 from deployments.leaving import watch_leaving
 from deployments.replica_metrics import ReplicaMetrics
+from deployments.replica_spans import traced_answer
 from deployments.router_client import RouterClient
 from deployments.stream_pace import StreamPace
 from deployments.text_calls import TextCall, TextTokens, TokensCall
 from deployments.tokenization import Tokenization
 from deployments.tokenizer import ModelTokenizer
+from deployments.tracing import tracer_of
 from deployments.watchdog import Watchdog
 from lora_core.config import EngineConfig
 from lora_core.errors import AdapterError, AdapterLost, InvalidRequest
@@ -63,12 +65,14 @@ class EngineReplica:
         self._snapshot: SlotSnapshot | None = None
         self._metrics = ReplicaMetrics()
         app = parse_settings(settings)
+        self._tracer = tracer_of(app.tracing, _replica_id())
         model = await asyncio.to_thread(locate_base_model, app.model)
         self._client = client = self._new_client(app, model)
         # Side by side: the engine's start takes a process of its own some seconds.
         tokenizer_task = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
         try:
             self._ready = await client.start(app.replica.start_timeout_s)
+            self._metrics.set_num_slots(self._ready.num_slots)
             tokenizer = await tokenizer_task
             pace = StreamPace(app.replica.stream_window_s)
             self._generator = Generator(client, self._ready, tokenizer, pace)
@@ -102,7 +106,8 @@ class EngineReplica:
                 yield Refusal(kind=AdapterLost.__name__, message=message)
                 return
         try:
-            async with aclosing(self._generator.generate(call)) as chunks:
+            answer = traced_answer(self._tracer, call, _replica_id(), self._generator.generate(call))
+            async with aclosing(answer) as chunks:
                 is_first = True
                 async for chunk in chunks:
                     yield msgspec.structs.replace(chunk, snapshot=self._snapshot) if is_first else chunk

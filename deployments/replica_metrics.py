@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from ray.serve.metrics import Counter, Gauge
 
-from deployments.metric_labels import AdapterLabels, LabelledGauge
+from deployments.metric_labels import BASE_LABEL, AdapterLabels, LabelledGauge
 from lora_core.messages import Residency
-from lora_core.workload import SlotCounts, Workload
+from lora_core.workload import CacheCounts, SlotCounts, Workload
 
 
 class ReplicaMetrics:
@@ -18,9 +18,10 @@ class ReplicaMetrics:
     def __init__(self) -> None:
         self._labels = AdapterLabels()
         self._resident = Gauge("lora_fleet_adapters", "Adapters in each tier; one may be in several.", ("tier",))
+        self._slots = Gauge("lora_fleet_slots", "Adapter slots.")
         self._slots_used = Gauge("lora_fleet_slots_used", "Adapter slots taken by any generation.")
-        self._running = Gauge("lora_fleet_requests_running", "Requests in the engine's batch.", ("adapter",))
-        self._waiting = Gauge("lora_fleet_requests_waiting", "Requests in the engine's queue.", ("adapter",))
+        self._running = Gauge("vllm_num_requests_running", "Requests in the engine's batch.", ("adapter",))
+        self._waiting = Gauge("vllm_num_requests_waiting", "Requests in the engine's queue.", ("adapter",))
         self._idle = Gauge(
             "lora_fleet_oldest_request_idle_seconds",
             "Since an adapter's oldest request last got on.",
@@ -31,14 +32,22 @@ class ReplicaMetrics:
             "lora_fleet_request_wait_seconds", "Seconds those had waited in the engine's queue.", ("adapter",)
         )
         self._tokens = Counter("lora_fleet_tokens", "Tokens computed, prompts and answers.", ("adapter",))
+        self._kv_usage = Gauge("vllm_kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.")
+        self._queried = Counter("vllm_prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
+        self._found = Counter("vllm_prefix_cache_hits", "Prompt tokens that were in the prefix cache.")
+        self._preemptions = Counter("vllm_num_preemptions", "Running requests that had to wait again.")
         self._hits = Counter("lora_fleet_slot_hits", "Requests that found their adapter in a slot.")
         self._misses = Counter("lora_fleet_slot_misses", "Requests that did not.")
         self._evictions = Counter("lora_fleet_slot_evictions", "Adapters that lost their slot to another one.")
         self._loads = Counter("lora_fleet_loads", "Loads by the tier they came from.", ("tier",))
         self._load_s = Counter("lora_fleet_load_seconds", "Seconds of loads by the tier they came from.", ("tier",))
         self._heals = Counter("lora_fleet_watchdog_heals", "Stalled adapters whose requests were ended.")
-        self._counts = SlotCounts()
+        self._counts, self._cache = SlotCounts(), CacheCounts()
         self._shown = {gauge: LabelledGauge() for gauge in (self._running, self._waiting, self._idle)}
+
+    def set_num_slots(self, num_slots: int) -> None:
+        """Show how many adapter slots there are."""
+        self._slots.set(num_slots)
 
     def take_residency(self, residency: Residency) -> None:
         """Show where adapters are; nothing is left out of the report."""
@@ -50,10 +59,11 @@ class ReplicaMetrics:
     def take_work(self, work: Workload) -> None:
         """Show what the engine did since the last time."""
         adapters = work.adapters
-        self._show(self._running, {one.name: one.num_running for one in adapters if one.num_running})
-        self._show(self._waiting, {one.name: one.num_waiting for one in adapters if one.num_waiting})
+        # The base model always, so that there is a series before a request happens to be there when it is looked.
+        self._show(self._running, {None: 0, **{one.name: one.num_running for one in adapters if one.num_running}})
+        self._show(self._waiting, {None: 0, **{one.name: one.num_waiting for one in adapters if one.num_waiting}})
         with_requests = [one for one in adapters if one.num_running + one.num_waiting]
-        idle = {self._labels.of(one.name): 0.0 for one in with_requests}
+        idle = {BASE_LABEL: 0.0, **{self._labels.of(one.name): 0.0 for one in with_requests}}
         for one in with_requests:
             label = self._labels.of(one.name)
             idle[label] = max(idle[label], one.oldest_idle_s)
@@ -62,6 +72,7 @@ class ReplicaMetrics:
         self._count(self._started, {one.name: one.num_started for one in adapters})
         self._count(self._wait_s, {one.name: one.wait_s for one in adapters})
         self._take_counts(work.slots)
+        self._take_cache(work.cache)
 
     def count_heal(self) -> None:
         """Count an adapter that the watchdog healed."""
@@ -76,6 +87,13 @@ class ReplicaMetrics:
             _add(self._loads, count - last.num_loads.get(tier, 0), tier=tier)
         for tier, seconds in counts.load_s.items():
             _add(self._load_s, seconds - last.load_s.get(tier, 0.0), tier=tier)
+
+    def _take_cache(self, cache: CacheCounts) -> None:
+        last, self._cache = self._cache, cache
+        self._kv_usage.set(cache.usage)
+        _add(self._queried, cache.num_queried_tokens - last.num_queried_tokens)
+        _add(self._found, cache.num_hit_tokens - last.num_hit_tokens)
+        _add(self._preemptions, cache.num_preemptions - last.num_preemptions)
 
     def _count(self, counter: Counter, values: Mapping[str | None, float]) -> None:
         for label, amount in self._labels.summed(values).items():

@@ -35,6 +35,9 @@ DECLARED: dict[tuple[str, str], Access] = {
     ("HEAD", "/openapi.json"): Access.ANYONE,
     ("GET", "/docs"): Access.ANYONE,
     ("HEAD", "/docs"): Access.ANYONE,
+    # Nor is the page: what it shows comes from a route that is the fleet's operator's.
+    ("GET", "/fleet"): Access.ANYONE,
+    ("HEAD", "/fleet"): Access.ANYONE,
     ("GET", "/v1/models"): Access.ANY_KEY,
     ("GET", "/v1/models/{model_id:path}"): Access.ANY_KEY,
     ("POST", "/v1/chat/completions"): Access.ANY_KEY,

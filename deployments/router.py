@@ -27,6 +27,7 @@ from cluster.fleet import (
 )
 from cluster.members import Members
 from cluster.names import check_name, static_adapters
+from cluster.picture import FleetPicture
 from cluster.registry import AdapterRegistry
 from cluster.schema import RouterSettings
 from cluster.status import AdapterReport, FleetReport, Page
@@ -175,6 +176,7 @@ class AdapterRouter:
         """
         member = self._members.renew(replica_id, time.monotonic())
         if self._members.report(member, residency, num_slots):
+            self._view.note_slots(member)
             self._feed.stir()
 
     async def report_work(self, replica_id: str, work: Workload) -> SlotWishes:
@@ -238,6 +240,10 @@ class AdapterRouter:
     async def fleet_status(self) -> FleetReport:
         """The replicas, the epochs they are at, and the last changes that failed."""
         return self._view.fleet(self._feed.router_id)
+
+    async def fleet_picture(self) -> FleetPicture:
+        """What the live page shows."""
+        return self._view.picture(self._feed.router_id)
 
     async def adapters_status(self, after: str, limit: int) -> Page:
         """The first `limit` desired adapters, whatever their state, whose names come after `after`."""
@@ -376,6 +382,7 @@ class AdapterRouter:
     def _forget_replicas(self, gone: list[str]) -> None:
         self._refusals.drop(gone)
         self._slots.drop(gone)
+        self._view.drop(gone)
         self._progress.ring()
         self._announce()
 

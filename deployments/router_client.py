@@ -23,6 +23,7 @@ from cluster.fleet import (
     Registration,
     SlotWishes,
 )
+from cluster.picture import FleetPicture
 from cluster.status import AdapterReport, FleetReport, Page
 from cluster.table_changes import TableDelta, applied
 from deployments.ray_internals import SERVE_NAMESPACE
@@ -166,6 +167,11 @@ class RouterClient:
         """The replicas, and the last changes that failed."""
         report: FleetReport = await self._call("fleet_status")
         return report
+
+    async def fleet_picture(self) -> FleetPicture:
+        """What the live page shows."""
+        picture: FleetPicture = await self._call("fleet_picture")
+        return picture
 
     async def adapters_status(self, after: str, limit: int) -> Page:
         """The first `limit` desired adapters whose names come after `after`."""

@@ -44,8 +44,10 @@ def _text(schema: dict[str, Any]) -> str:
 class StreamOptions(Body):
     """Options of a streamed answer."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`, each chunk tells the usage of its choice so far, too (vLLM's)."""
+    include_obfuscation: bool | None = None
 
 
 class NamedSchema(Body):
@@ -124,11 +126,11 @@ class SamplingFields(Body):
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=None, ge=0)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "SamplingFields":
@@ -143,7 +145,18 @@ class SamplingFields(Body):
     @property
     def include_usage(self) -> bool:
         """Whether a streamed answer ends with a chunk that holds its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a streamed answer holds the usage so far."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that are answered side by side."""
+        return 1
 
     def sampling(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> SamplingParams:
         """The engine's view of the sampling fields; the default temperature is OpenAI's, 1.
@@ -164,11 +177,15 @@ class SamplingFields(Body):
             logit_bias=tuple((int(token_id), value) for token_id, value in (self.logit_bias or {}).items()),
             seed=self.seed,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             logprobs=num_logprobs,
             prompt_logprobs=num_prompt_logprobs,
-            constraint=self._formatted() or self._structured(),
+            constraint=self.constraint(),
         )
+
+    def constraint(self) -> Constraint | None:
+        """What the answer's text must be."""
+        return self._formatted() or self._structured()
 
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, however they were given."""

@@ -46,6 +46,22 @@ class ServeConfig(NamedTuple):
         return float(sum(count * cpus for count, cpus in asked))
 
     @property
+    def num_engines(self) -> int:
+        """Replicas of the engine that it starts with."""
+        return _num_replicas(self._engine)
+
+    @property
+    def gpus_of_engine(self) -> float:
+        """GPUs that each of them asks Ray for."""
+        return float((self._engine.get("ray_actor_options") or {}).get("num_gpus") or 0)
+
+    @property
+    def _engine(self) -> dict[str, Any]:
+        """What it says of the engine's deployment."""
+        deployments = self.content["applications"][0].get("deployments") or []
+        return next((one for one in deployments if one.get("name") == "EngineReplica"), {})
+
+    @property
     def address(self) -> str:
         """Where the HTTP server will listen."""
         http = self.content.get("http_options") or {}

@@ -57,7 +57,7 @@ class TenantService:
 
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
         """The whole answer, counted."""
-        caller, count = current_caller(), TokenCount()
+        caller, count = current_caller(), TokenCount(request.n or 1)
         self._check_name(caller, request.model)
         charge = self._quotas.charge(caller.tenant, most_tokens(request))
         with self._in_the_callers_words(caller, request):
@@ -70,7 +70,7 @@ class TenantService:
 
     async def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]:
         """The answer piece by piece, counted as far as it was read."""
-        caller, count = current_caller(), TokenCount()
+        caller, count = current_caller(), TokenCount(request.n or 1)
         self._check_name(caller, request.model)
         charge = self._quotas.charge(caller.tenant, most_tokens(request))
         with self._in_the_callers_words(caller, request) as hide_target:

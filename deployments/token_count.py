@@ -12,23 +12,28 @@ def most_tokens(request: GenerationRequest) -> int:
         most = request.max_completion_tokens or request.max_tokens or 0
     else:
         most = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    return most * (request.n or 1)
+    return most * (request.n or 1) * request.num_prompts
 
 
 class TokenCount:
-    """Tokens of one request: its prompt once, and its answers."""
+    """Tokens of one request: each of its prompts once, and its answers.
 
-    def __init__(self) -> None:
-        self._num_prompt = 0
+    Args:
+        n: Answers to each prompt.
+    """
+
+    def __init__(self, n: int = 1) -> None:
+        self._n = n
+        self._by_prompt: dict[int, int] = {}
         self._by_answer: dict[int, int] = {}
 
     @property
     def total(self) -> int:
         """So far."""
-        return self._num_prompt + sum(self._by_answer.values())
+        return sum(self._by_prompt.values()) + sum(self._by_answer.values())
 
     def add(self, chunks: Iterable[GenerateChunk]) -> None:
         """Take note of what has arrived."""
         for chunk in chunks:
-            self._num_prompt = chunk.prompt_tokens
+            self._by_prompt[chunk.index // self._n] = chunk.prompt_tokens
             self._by_answer[chunk.index] = chunk.completion_tokens

@@ -112,4 +112,5 @@ def _joined(first: TokenDelta, then: TokenDelta) -> TokenDelta:
         logprobs=[*(first.logprobs or ()), *(then.logprobs or ())] or None,
         prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
         num_cached_tokens=max(first.num_cached_tokens, then.num_cached_tokens),
+        timeline=then.timeline or first.timeline,
     )

@@ -142,6 +142,12 @@ class ModelTokenizer:
         """Whether a token stands for itself, and is left out of texts."""
         return token_id in self._special
 
+    @property
+    def end_of_text(self) -> str | None:
+        """The token that ends an answer, by its name; None where the tokenizer names none."""
+        token = self._pretrained.eos_token
+        return None if token is None else str(token)
+
     def prepare_token_bytes(self) -> None:
         """Do what `token_bytes` needs, once: a fraction of a second, and some tens of MB for a large vocabulary.
 

@@ -113,12 +113,19 @@ def tool_reader(tokenizer: ModelTokenizer, rendered: str, tools: Sequence[dict[s
         rendered: The chat as the model was given it: some templates begin the answer themselves.
         tools: What the model was told it may call.
     """
-    template = tokenizer.response_template
+    template = answer_template(tokenizer)
     if template is None:
-        if TAGGED_JSON not in tokenizer.chat_template or "<tool_call>" not in tokenizer.chat_template:
-            return None
-        template, rendered = TAGGED_JSON_RESPONSES, ""
-    return ToolReader(lambda: ResponseParser(template, prefix=rendered, tools=list(tools)))
+        return None
+    prefix = "" if template is TAGGED_JSON_RESPONSES else rendered
+    return ToolReader(lambda: ResponseParser(template, prefix=prefix, tools=list(tools)))
+
+
+def answer_template(tokenizer: ModelTokenizer) -> dict[str, Any] | None:
+    """How answers to chats with tools are to be read; None where nothing says so."""
+    if tokenizer.response_template is not None:
+        return tokenizer.response_template
+    is_tagged = TAGGED_JSON in tokenizer.chat_template and "<tool_call>" in tokenizer.chat_template
+    return TAGGED_JSON_RESPONSES if is_tagged else None
 
 
 def _closes(event: dict[str, Any], field: str) -> bool:

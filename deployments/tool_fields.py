@@ -19,8 +19,9 @@ class FunctionDefinition(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of its arguments; the model is told of it, and is not held to it."""
-    strict: Literal[False] | None = None
+    """JSON schema of its arguments; the model is told of it."""
+    strict: bool | None = None
+    """Whether the model is held to the schema, too. Where a call is asked for (`tool_choice`), it always is."""
 
 
 class Tool(Body):
@@ -64,5 +65,19 @@ class MadeCall(Body):
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto"]
-"""That a call must be made, or which, cannot be asked for."""
+
+
+class NamedFunction(Body):
+    """Which function is meant."""
+
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """A `tool_choice` that asks for a call of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool

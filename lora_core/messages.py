@@ -14,7 +14,7 @@ from lora_core.workload import Workload
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-ConstraintKind = Literal["json_schema", "regex"]
+ConstraintKind = Literal["json_schema", "regex", "grammar"]
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -22,7 +22,8 @@ class Constraint(msgspec.Struct, frozen=True):
 
     kind: ConstraintKind
     source: str
-    """A JSON schema as JSON, or a regular expression that the whole text matches."""
+    """A JSON schema as JSON, a regular expression that the whole text matches, or a grammar as llguidance reads it
+    (Lark's syntax)."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,6 +72,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag="generate", omit_defaults
     lora_name: str | None = None
     cache_salt: str = ""
     """Its prefix is shared with requests of the same salt alone: how long another tenant's text took is not told."""
+    is_traced: bool = False
+    """Whether its first and last tokens come with a `Timeline`."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -106,6 +109,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float] = []
 
 
+class Timeline(msgspec.Struct, frozen=True, omit_defaults=True):
+    """When a request got where, in nanoseconds of Unix time; 0 where it has not yet."""
+
+    came_ns: int
+    """It came to the engine."""
+    slot_ns: int = 0
+    """Its adapter was in a slot; as it came, where it was in one already or none is needed."""
+    started_ns: int = 0
+    """Its first step began."""
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+
 class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """New tokens of one request, and why it ended, when it did.
 
@@ -123,6 +139,8 @@ class TokenDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """One for each prompt token but the first, which follows nothing; with the first new token."""
     num_cached_tokens: int = 0
     """Prompt tokens that were in the prefix cache; with the first new token."""
+    timeline: Timeline | None = None
+    """Of a traced request so far; with the first and the last new token."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -39,6 +39,19 @@ class SlotCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds of those, added up; from "disk" the read is included."""
 
 
+class CacheCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How full the KV cache is, and what came of it since the engine's start."""
+
+    usage: float = 0.0
+    """Share of its blocks that requests hold now; blocks that are kept in case somebody needs them again are free."""
+    num_queried_tokens: int = 0
+    """Prompt tokens looked for in it."""
+    num_hit_tokens: int = 0
+    """How many of them were there."""
+    num_preemptions: int = 0
+    """Requests that had to wait again for want of blocks, or of their adapter's turn in a slot."""
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="workload"):
     """What an engine has done in the last `seconds`, and has to do now.
 
@@ -54,6 +67,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     service_ms: float | None = None
     """Measured: what a request in flight makes another one wait; None while not known."""
     slots: SlotCounts = SlotCounts()
+    cache: CacheCounts = CacheCounts()
     silent_s: float = 0.0
     """How long before this was passed on the engine said it; the ages include it."""
     stalled: dict[str, str] = {}

@@ -30,6 +30,11 @@ class BlockTables:
         # In the order in which they were parked.
         self._parked: dict[Request, None] = {}
 
+    @property
+    def usage(self) -> float:
+        """Share of the pool's blocks that are in tables, those of parked requests included."""
+        return 1 - self._pool.num_free / self._pool.num_blocks
+
     def fits(self, request: Request, num_spare: int) -> bool:
         """Whether a request that waits could start, and leave `num_spare` blocks free; parked ones make room for it."""
         missing = self._num_missing(request)

@@ -2,11 +2,15 @@
 
 from lora_core.engine.request import Request
 from lora_core.errors import AdapterUnloaded
-from lora_core.messages import FinishReason, TokenDelta, TokenLogprobs
+from lora_core.messages import FinishReason, Timeline, TokenDelta, TokenLogprobs
 
 
 def token_delta(
-    request: Request, num_tokens: int, reason: FinishReason | None, logprobs: TokenLogprobs | None
+    request: Request,
+    num_tokens: int,
+    reason: FinishReason | None,
+    logprobs: TokenLogprobs | None,
+    timeline: Timeline | None = None,
 ) -> TokenDelta:
     """The last of a request's first `num_tokens` tokens; with the first of an answer, what is known of the prompt.
 
@@ -15,6 +19,7 @@ def token_delta(
         num_tokens: Its tokens up to this one.
         reason: Why the answer ends with it; None where it goes on.
         logprobs: Of the token, if they are asked for.
+        timeline: When it got where, where that is noted and to be told now.
     """
     is_first = num_tokens == request.num_prompt_tokens + 1
     scores_prompt = is_first and request.sampling.prompt_logprobs is not None
@@ -25,6 +30,7 @@ def token_delta(
         logprobs=None if logprobs is None else [logprobs],
         prompt_logprobs=request.sampler.prompt_scores if scores_prompt else None,
         num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
+        timeline=timeline,
     )
 
 

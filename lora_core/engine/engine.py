@@ -24,13 +24,14 @@ from lora_core.engine.runner import ModelRunner
 from lora_core.engine.sampler import Choice, sample
 from lora_core.engine.scheduler import Scheduler
 from lora_core.engine.steps_ahead import StepsAhead
+from lora_core.engine.timelines import Timelines
 from lora_core.engine.warm_up import ignore_progress, warm_up_requests
 from lora_core.engine.work_meter import WorkMeter
 from lora_core.engine.write_pace import WritePace
 from lora_core.errors import AdapterError, AdapterLost, ConfigError, InvalidRequest
 from lora_core.messages import EngineReady, GenerateRequest, TokenDelta, TokenLogprobs
 from lora_core.types import LoRAStatus
-from lora_core.workload import Workload
+from lora_core.workload import CacheCounts, Workload
 
 LONGEST_WAIT_S = 0.005
 """How long a step waits for files that are read, when it has nothing to run."""
@@ -107,6 +108,7 @@ class LLMEngine:
         self._drain = Drain(lora_config.drain_timeout_s)
         self._write_pace = WritePace()
         self._work = WorkMeter(clock)
+        self._timelines = Timelines(self.manager.slot_of)
 
     @property
     def num_running(self) -> int:
@@ -154,6 +156,8 @@ class LLMEngine:
         self._requests[request.request_id] = request
         self._ahead.watch(request, self._limits.vocab_size)
         self._work.came(request)
+        if request.is_traced:
+            self._timelines.came(request)
         if request.sampling.constraint is None:
             self._scheduler.add(request)
         else:
@@ -185,7 +189,19 @@ class LLMEngine:
     def workload(self) -> Workload:
         """What was done since the last call, and is to be done now."""
         return msgspec.structs.replace(
-            self._work.take(), load_ms_per_mib=self.manager.load_ms_per_mib(), slots=self.manager.slot_counts()
+            self._work.take(),
+            load_ms_per_mib=self.manager.load_ms_per_mib(),
+            slots=self.manager.slot_counts(),
+            cache=self._cache_counts(),
+        )
+
+    def _cache_counts(self) -> CacheCounts:
+        num_queried, num_hit = self.prefix_cache_counts
+        return CacheCounts(
+            usage=self._blocks.usage,
+            num_queried_tokens=num_queried,
+            num_hit_tokens=num_hit,
+            num_preemptions=sum(self.preemption_counts),
         )
 
     def has_work(self) -> bool:
@@ -219,6 +235,8 @@ class LLMEngine:
             # Nobody is kept waiting by it.
             self.manager.advance(None)
             batch = self._schedule()
+        if self._timelines:
+            self._timelines.begins(batch)
         if batch.rows:
             self._work.begins(batch)
             started_s = time.perf_counter()
@@ -339,9 +357,10 @@ class LLMEngine:
     def answer(self, request: Request, num_tokens: int, logprobs: TokenLogprobs | None = None) -> TokenDelta:
         """Tell of the last of a request's first `num_tokens` tokens, and end the request if it ends the answer."""
         reason = request.finish_reason(self._eos_token_ids, num_tokens)
+        timeline = self._timelines.has_token(request, is_last=reason is not None) if request.is_traced else None
         if reason is not None:
             self._finish(request)
-        return token_delta(request, num_tokens, reason, logprobs)
+        return token_delta(request, num_tokens, reason, logprobs, timeline)
 
     def fail_for_logits(self, request: Request) -> TokenDelta:
         """End a request whose logits are not finite."""
@@ -389,5 +408,6 @@ class LLMEngine:
         del self._requests[request.request_id]
         self._ahead.forget(request, is_last=not self._requests)
         self._work.ended(request)
+        self._timelines.ended(request)
         if request.adapter is not None:
             self.manager.release(request.adapter)

@@ -13,7 +13,7 @@ from lora_core.memory_plan import MemoryPlan, plan_memory
 from lora_core.models.architectures import decoder_config, read_hf_config
 from lora_core.models.decoder import DecoderConfig
 from lora_core.models.split import share_of
-from lora_core.parallel.shard import Shard
+from lora_core.parallel.shard import WHOLE, Shard
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,8 +41,17 @@ def graph_sizes(
     )
 
 
-def plan_engine(engine: EngineConfig, lora: LoRAConfig, device: torch.device, shard: Shard | None) -> MemoryPlan:
-    """What an engine will take of its device, of a rank's share of the model where there are several.
+def plan_engine(
+    engine: EngineConfig, lora: LoRAConfig, device: torch.device, shard: Shard = WHOLE, free: int | None = None
+) -> MemoryPlan:
+    """What an engine will take of its device; of the model, only config.json is read.
+
+    Args:
+        engine: The model and its budgets.
+        lora: Whether adapters are served, how many at once, and how large.
+        device: It need not be there if `free` is given.
+        shard: Whose share of the model it has.
+        free: Bytes that are free on the device; None: the device is asked.
 
     Raises:
         UnsupportedModel: the model's architecture or configuration is not served.
@@ -50,7 +59,7 @@ def plan_engine(engine: EngineConfig, lora: LoRAConfig, device: torch.device, sh
     """
     hf_config = read_hf_config(engine.model)
     whole = served_config(decoder_config(hf_config), engine, lora)
-    config = whole if shard is None else share_of(whole, shard)
+    config = whole if shard.size == 1 else share_of(whole, shard)
     declared = DTYPES[engine.dtype] or hf_config.dtype
     # A checkpoint that declares none is as wide as its tensors: fp32 at most.
     dtype = declared if isinstance(declared, torch.dtype) else torch.float32
@@ -71,7 +80,7 @@ def plan_engine(engine: EngineConfig, lora: LoRAConfig, device: torch.device, sh
             attention_bytes=attention_bytes,
         ),
         device=str(device),
-        free_bytes=free_bytes(device),
+        free_bytes=free_bytes(device) if free is None else free,
     )
 
 

@@ -128,7 +128,11 @@ class Grammars:
             raise InvalidRequest(f"the {constraint.kind} does not compile: it {failure}; make it simpler")
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            raise InvalidRequest(f"the {constraint.kind} does not compile: {matcher.get_error().strip()[:500]}")
+            reason = matcher.get_error().strip()[:500]
+            if constraint.kind == "grammar":
+                # What follows repeats a grammar that its client has not written.
+                reason = reason.partition("\n")[0]
+            raise InvalidRequest(f"the {constraint.kind} does not compile: {reason}")
         return matcher
 
     def _failure(self, grammar: str) -> str | None:
@@ -175,6 +179,8 @@ def _grammar(constraint: Constraint) -> str:
             raise InvalidRequest("the regex ends with a backslash that escapes nothing; leave it out, or write two")
         # \d and \w mean ASCII, as in JavaScript and so in a schema's patterns; by default all of Unicode's.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.source, 'dw')}/")
+    if constraint.kind == "grammar":
+        return LLMatcher.grammar_from_lark(constraint.source)
     try:
         return LLMatcher.grammar_from_json_schema(constraint.source, defaults={"whitespace_pattern": WHITESPACE})
     except ValueError as error:

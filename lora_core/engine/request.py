@@ -66,6 +66,8 @@ class Request:
     """Clock reading when it last joined the queue."""
     num_outputs_before: int = 0
     """Tokens that had been generated when it last began to run."""
+    is_traced: bool = False
+    """Whether it is noted when it got where."""
 
     @classmethod
     def of(
@@ -88,6 +90,7 @@ class Request:
             sampling=sampling,
             adapter=adapter,
             cache_salt=message.cache_salt,
+            is_traced=message.is_traced,
             sampler=SamplerState.start(sampling, message.prompt_token_ids, eos_token_ids),
             # The logits of the whole prompt are needed, and shared blocks have none.
             may_share_blocks=sampling.prompt_logprobs is None,

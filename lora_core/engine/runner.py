@@ -39,6 +39,7 @@ from lora_core.models.split import whole_of
 from lora_core.models.weights import load_decoder
 from lora_core.parallel.group import RankGroup
 from lora_core.parallel.leader import Leader
+from lora_core.parallel.shard import WHOLE
 
 if TYPE_CHECKING:
     from kernels.launch import Launch
@@ -88,7 +89,7 @@ class ModelRunner:
 
     def _start(self, engine_config: EngineConfig, lora_config: LoRAConfig, group: RankGroup | None) -> None:
         """Plan the memory, and take it; on all ranks."""
-        self.plan = plan_engine(engine_config, lora_config, self.device, None if group is None else group.shard)
+        self.plan = plan_engine(engine_config, lora_config, self.device, WHOLE if group is None else group.shard)
         if group is not None:
             # A block has the same number on all ranks.
             least = group.least if self._leader is None else self._leader.least

@@ -3,12 +3,9 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -16,63 +13,17 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 from pydantic import BaseModel
 
-from deployments.engine_client import EngineClient
-from deployments.generation import GenerateChunk
-from deployments.generator import Generator
-from deployments.http_api import Service, http_app
-from deployments.openai_api import GenerationRequest
-from deployments.tokenizer import ModelTokenizer
-from lora_core.config import EngineConfig, LoRAConfig
-from tests.engine.byte_model import END, byte_model
+from tests.engine.byte_model import END
+from tests.engine.openai_service import MAX_NUM_SEQS, MESSAGES, RENDERED, Served, assert_idle, serving
 from tests.factories import reference_logits
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-MAX_NUM_SEQS = 6
-MESSAGES: Any = [{"role": "user", "content": "Grüße, 世界"}]
-RENDERED = "<user>Grüße, 世界<assistant>"
-
-
-class Direct:
-    """A service of one engine, without routing."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-
-    async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
-        return [chunk async for chunk in self.pieces(request)]
-
-    async def pieces(self, request: GenerationRequest) -> AsyncGenerator[GenerateChunk, None]:
-        async with aclosing(self._generator.generate(request.call("r", None, 0))) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-
-class Served(NamedTuple):
-    """One engine, the client that asks it, and its tokenizer."""
-
-    base: Path
-    engine: EngineClient
-    client: openai.AsyncOpenAI
-    tokenizer: ModelTokenizer
-
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    base = byte_model(tmp_path_factory.mktemp("base"))
-    config = EngineConfig(
-        model=base, dtype="float32", device="cpu", max_model_len=256, max_num_seqs=MAX_NUM_SEQS, num_threads=1
-    )
-    engine = EngineClient(config, LoRAConfig())
-    ready = await engine.start(60)
-    tokenizer = ModelTokenizer(base)
-    app = http_app(cast(Service, Direct(Generator(engine, ready, tokenizer))))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
-        client = openai.AsyncOpenAI(
-            base_url="http://fleet/v1", api_key="none", http_client=cast(Any, http), max_retries=0
-        )
-        yield Served(base, engine, client, tokenizer)
-    await engine.close()
+    async with serving(tmp_path_factory.mktemp("base")) as found:
+        yield found
 
 
 def text_of(data: list[list[int]]) -> str:
@@ -267,6 +218,7 @@ async def test_min_tokens_holds_off_ends_and_stop_strings(served: Served) -> Non
         ({"n": MAX_NUM_SEQS + 1}, "n is 7; it must be from 1 to 6"),
         ({"max_tokens": 5, "extra_body": {"min_tokens": 6}}, "min_tokens is 6 and max_tokens 5"),
         ({"logit_bias": {"257": 1}}, "logit_bias key 257"),
+        ({"max_tokens": 0}, "max_tokens is 0, which goes with echo: true alone"),
         ({"logit_bias": {"1": 101}}, "from -100 to 100"),
         ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),
         ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "regex does not compile"),
@@ -291,11 +243,7 @@ async def test_closing_a_stream_ends_all_its_choices(served: Served) -> None:
     )
     await anext(aiter(stream))
     await stream.close()
-    for _ in range(100):
-        await asyncio.sleep(0.1)
-        if served.engine.status.num_running == 0:
-            break
-    assert served.engine.status.num_running == 0
+    await assert_idle(served)
 
 
 async def test_a_request_without_them_sends_no_logprobs(served: Served) -> None:

@@ -74,7 +74,9 @@ def routes(description: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for path, methods in description["paths"].items():
         for method in methods:
             yield method.upper(), path.replace("{model_id}", "common").replace("{", "").replace("}", "")
-    for path in ("/v1/adapters", "/v1/fleet", "/fleet", "/metrics", "/redoc", "/admin", "/v1/lora_aliases", "/"):
+    for path in (
+        "/v1/adapters", "/v1/fleet", "/v1/fleet/events", "/metrics", "/redoc", "/admin", "/v1/lora_aliases", "/",
+    ):  # fmt: skip
         yield "GET", path
 
 

@@ -14,6 +14,7 @@ from cluster.fleet import LoadOutcome
 from cluster.quotas import TenantQuotas
 from deployments import exact_replica
 from deployments.fleet_api import FleetService, fleet_routes
+from deployments.fleet_page import add_fleet_page
 from deployments.gate import Gate
 from deployments.generation import GenerateChunk
 from deployments.http_api import Service, http_app
@@ -122,6 +123,9 @@ class Fleet:
     async def starts_on_demand(self) -> bool:
         return False
 
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        yield b"data: {}\n\n"
+
     def _find(self, name: str) -> None:
         if name not in self.adapters and name != BASE:
             raise AdapterNotFound(f"model {name!r} does not exist; known models: {BASE}, {', '.join(self.adapters)}")
@@ -138,6 +142,7 @@ def application(fleet: Fleet, access: AccessSettings, keys: dict[str, str]) -> F
     text = ",".join(f"{who}={key}" for who, key in keys.items())
     app = http_app(as_tenants_see(cast(Service, fleet), BASE, access, quotas))
     app.include_router(fleet_routes(cast(FleetService, fleet)))
+    add_fleet_page(app, fleet.events)
 
     @app.get("/v1/new")
     async def new() -> dict[str, str]:

@@ -56,17 +56,6 @@ def test_a_place_is_given_back_once_however_a_request_ends(clock: Clock) -> None
     assert admission.waiting_by_model() == {}
 
 
-def test_who_starts_is_told_and_who_gives_up_is_not(clock: Clock) -> None:
-    started: list[tuple[str | None, float]] = []
-    admission = Admission(9, 9, clock, on_started=lambda adapter, waited_s: started.append((adapter, waited_s)))
-    with admission.enter("a") as first, admission.enter(None), admission.enter("b") as third:
-        clock.now += 2
-        first.start()
-        clock.now += 1
-        third.start()
-    assert started == [("a", 2.0), ("b", 3.0)]
-
-
 def test_a_refusal_says_when_the_queue_will_be_through_at_its_pace(clock: Clock) -> None:
     admission = Admission(100, 20, clock)
     places = [admission.enter("a") for _ in range(20)]

@@ -12,6 +12,8 @@ from cluster.changes import Topic
 from cluster.entry import AdapterEntry
 from cluster.fleet import LastError
 from cluster.member import Member, Word
+from cluster.picture import FleetNow, FleetPicture, fleet_picture
+from cluster.slot_ages import SlotAges
 from cluster.status import AdapterReport, FleetReport, Page, Plan, adapter_report, fleet_report, page
 from deployments import fleet_status, http_errors
 from deployments.fleet_api import fleet_routes
@@ -126,6 +128,10 @@ class Source:
         if self.error is not None:
             raise self.error
         return fleet_report("router", EPOCH, self.entries, members(), PLAN, {})
+
+    async def fleet_picture(self) -> FleetPicture:
+        report, served = await self.fleet_status(), {"hot": self.entries["hot"], "cold": self.entries["cold"]}
+        return fleet_picture(FleetNow(report, members(), self.entries, served, PLAN.shares, SlotAges()), 5.0)
 
     async def adapters_status(self, after: str, limit: int) -> Page:
         return page(self.entries, members(), PLAN, {}, after=after, limit=limit)

@@ -1,5 +1,6 @@
 """What every HTTP request passes first: keys, routes, sizes and ids."""
 
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -221,3 +222,50 @@ async def test_only_the_fleets_operator_chooses_the_replica_that_answers(connect
             assert answer.status_code == 403
             assert exact_replica.HEADER in answer.json()["error"]["message"]
     assert len(fleet.replicas) == 2
+
+
+async def test_packed_bodies_are_refused_unread(connect: Connect, fleet: Fleet) -> None:
+    async with connect("operator") as client:
+        content = gzip.compress(json.dumps(completion("shared")).encode())
+        for coding in ("gzip", "br", "GZIP, identity"):
+            headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
+            answer = await client.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 415, answer.text
+            assert answer.headers["accept-encoding"] == "identity"
+            assert coding.lower() in answer.json()["error"]["message"]
+        plain = {"Content-Encoding": "identity"}
+        assert (await client.post("/v1/completions", json=completion("shared"), headers=plain)).status_code == 200
+    assert len(fleet.call_ids) == 1
+
+
+@pytest.mark.parametrize("who", ["acme", "operator"])
+async def test_a_slash_too_much_changes_nothing_for_what_is_posted(connect: Connect, who: str) -> None:
+    async with connect(who) as client:
+        for slashes in ("/", "//"):
+            answer = await client.post("/v1/completions" + slashes, json=completion("shared"))
+            assert answer.status_code == 200, answer.text
+        assert (await client.get("/v1/models/shared/")).status_code == 404, "a name may end with a slash"
+    async with connect("acme") as client:
+        assert (await client.post("/v1/set_lora_alias/", json={})).status_code == 403, "and opens nothing more"
+        assert (await client.post("/", json={})).status_code == 404
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+async def test_a_body_of_another_kind_is_refused_with_the_kind_that_is_read(connect: Connect, kind: str | None) -> None:
+    """A page of another site can make its reader's browser send these, and no JSON."""
+    async with connect("acme") as client:
+        headers = {} if kind is None else {"Content-Type": kind}
+        content = json.dumps(completion("shared")).encode()
+        answer = await client.post("/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 400
+        assert "sent with Content-Type: application/json" in answer.json()["error"]["message"]
+        assert answer.headers["content-type"] == "application/json"
+
+
+async def test_other_methods_are_refused_with_those_there_are(connect: Connect) -> None:
+    async with connect("operator") as client:
+        for method in ("OPTIONS", "PUT", "HEAD", "GET"):
+            answer = await client.request(method, "/v1/completions")
+            assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+            assert "access-control-allow-origin" not in answer.headers
+        assert "Method Not Allowed" in (await client.put("/v1/completions")).json()["error"]["message"]

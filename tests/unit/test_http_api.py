@@ -146,10 +146,20 @@ async def test_each_route_asks_for_its_operation(http: httpx.AsyncClient, servic
     ]
 
 
+async def test_vllms_bodies_are_read_as_they_are(http: httpx.AsyncClient, service: Recorder) -> None:
+    load = {"lora_name": "a", "lora_path": "/a", "load_inplace": True, "is_3d_lora_weight": False}
+    assert (await http.post("/v1/load_lora_adapter", json=load)).status_code == 200
+    for number in (3, None):
+        body = {"lora_name": "a", "lora_int_id": number}
+        assert (await http.post("/v1/unload_lora_adapter", json=body)).status_code == 200
+    assert service.calls == [("load", "a", "/a", True), ("unload", "a"), ("unload", "a")]
+
+
 @pytest.mark.parametrize(
     ("route", "body", "named"),
     [
         ("load", {"lora_name": "a", "lora_path": "/a", "load_inplace": "yes"}, "load_inplace"),
+        ("load", {"lora_name": "a", "lora_path": "/a", "is_3d_lora_weight": True}, "is_3d_lora_weight is not supp"),
         ("load", {"lora_name": "a", "lora_path": "/a", "inplace": True}, "inplace"),
         ("pin", {}, "lora_name"),
         ("unpin", {"lora_name": ""}, "lora_name"),

@@ -1,6 +1,7 @@
 """`cluster/kuberay`: its manifests fit KubeRay's published schema, and what they deploy fits ours."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import jsonschema
 import pytest
 import ray
 import yaml
+from ray.scripts.scripts import cli as ray_cli
 
+from deployments.local_cluster import ENVIRONMENT
 from deployments.serve_config import ServeConfig, read_serve_config
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
@@ -78,6 +81,42 @@ def test_every_volume_that_is_mounted_exists() -> None:
         volumes = {volume["name"] for volume in pod["volumes"]}
         for container in pod["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+def test_its_pods_have_what_this_project_sets_for_a_cluster_of_its_own() -> None:
+    spec = service()["spec"]["rayClusterConfig"]
+    wanted = {name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_SERVE_")}
+    assert wanted
+    for container in containers(spec):
+        found = {variable["name"]: variable["value"] for variable in container["env"]}
+        assert wanted.items() <= found.items()
+
+
+def test_a_pod_that_goes_asks_ray_as_this_ray_is_asked() -> None:
+    (worker,) = service()["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    (container,) = worker["template"]["spec"]["containers"]
+    _bash, _flag, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    program, command, *options = shlex.split(script.partition(";")[0])
+    assert program == "ray"
+    # Parses the options, and does nothing.
+    ray_cli.commands[command].make_context(command, options)
+
+
+def test_the_network_policy_is_for_these_pods_and_opens_their_ports() -> None:
+    (policy,) = yaml.safe_load_all((CLUSTER / "kuberay" / "network_policy.yaml").read_text())
+    spec = service()["spec"]["rayClusterConfig"]
+    wanted = policy["spec"]["podSelector"]["matchLabels"].items()
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert wanted <= group["template"]["metadata"]["labels"].items()
+    (open_ports,) = [rule["ports"] for rule in policy["spec"]["ingress"] if "ports" in rule]
+    named = {port["containerPort"]: port["name"] for one in containers(spec) for port in one["ports"]}
+    assert [named[port["port"]] for port in open_ports] == ["serve", "metrics"]
+
+
+def containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of all pods of a cluster."""
+    groups = (spec["headGroupSpec"], *spec["workerGroupSpecs"])
+    return [container for group in groups for container in group["template"]["spec"]["containers"]]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "gpu.yaml", "multi_node.yaml"])

@@ -195,7 +195,7 @@ def test_an_engine_that_does_not_fit_is_not_begun(tiny_base: Path, monkeypatch: 
 def test_what_an_attention_library_takes_is_not_the_kv_caches(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lora_core.engine.engine_plan.free_bytes", lambda device: 4 * GIB)
     plans = [
-        plan_engine(EngineConfig(model=tiny_base, attention_backend=backend), LoRAConfig(), CUDA, None)
+        plan_engine(EngineConfig(model=tiny_base, attention_backend=backend), LoRAConfig(), CUDA)
         for backend in ("triton", "flashinfer")
     ]
     assert part(plans[1], "attention") > WORKSPACE_BYTES

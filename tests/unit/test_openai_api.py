@@ -10,6 +10,7 @@ from deployments.generation import GenerateChunk
 from deployments.http_api import events
 from deployments.ingress import parse_body
 from deployments.openai_api import ChatCompletionRequest, CompletionRequest
+from deployments.token_count import TokenCount, most_tokens
 from lora_core.errors import EngineDead, InvalidRequest
 from lora_core.messages import SamplingParams
 
@@ -169,7 +170,10 @@ def test_prompt_may_be_token_ids() -> None:
         ),
         ({"tools": [{}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-        ({"tool_choice": "required"}, "tool_choice: "),
+        ({"tool_choice": "required"}, "tool_choice asks for a call, which needs tools"),
+        ({"tool_choice": "any", "tools": []}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
+        ({"functions": [{"name": "f"}]}, "functions is not supported"),
         ({"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'?"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "pirate", "content": "x"}]}, "role"),
@@ -209,10 +213,82 @@ def test_a_body_that_is_no_object_is_refused(body: Any) -> None:
         parse_body(body)
 
 
-@pytest.mark.parametrize("prompt", ["", [], [-1], [1.5], ["a"], None, 3])
-def test_wrong_prompts_are_refused(prompt: Any) -> None:
-    with pytest.raises(InvalidRequest, match="prompt"):
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "is an empty text; it needs at least one character"),
+        ([], "is an empty list; it needs at least one token id"),
+        ([-1], "has -1 in place 0; expected a token id, from 0 on"),
+        ([3, 1.5], "has 1.5 in place 1"),
+        ([3, True], "has true in place 1"),
+        ([3, "a"], 'has "a" in place 1'),
+        (None, "is null; expected a text"),
+        (3, "is 3; expected a text"),
+        ({}, "is an object; expected a text"),
+        (["a", ""], "entry 1 is an empty text"),
+        ([[1], []], "entry 1 is an empty list"),
+        ([[1], [2, -2]], "entry 1 has -2 in place 1"),
+        ([[1], "a"], 'entry 1 is "a", and entry 0 is a list of 1; send one kind'),
+        (["a", 3], 'entry 1 is 3, and entry 0 is "a"'),
+        ([[[1]]], "entry 0 has a list of 1 in place 0"),
+        (["x" * 60, None], "entry 1 is null, and entry 0 is"),
+    ],
+)
+def test_wrong_prompts_are_refused(prompt: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
         parse_body({"model": "m", "prompt": prompt})
+    assert str(caught.value).startswith("prompt: ")
+    assert words in str(caught.value)
+
+
+def test_prompts_are_bounded_with_their_answers() -> None:
+    with pytest.raises(InvalidRequest, match=r"513 entries and n is 2, together 1026 answers; .* up to 1024"):
+        parse_body({"model": "m", "prompt": ["a"] * 513, "n": 2})
+    assert parse_body({"model": "m", "prompt": ["a"] * 1024}).num_prompts == 1024
+
+
+def test_each_prompt_is_a_call_of_its_own() -> None:
+    request = parse_body({"model": "m", "prompt": ["a", "b"], "n": 3})
+    calls = [request.call("id", "pirate", 4, index) for index in range(request.num_prompts)]
+    assert [(call.prompt, call.n, call.lora_name) for call in calls] == [("a", 3, "pirate"), ("b", 3, "pirate")]
+    ids = parse_body({"model": "m", "prompt": [[1, 2], [3]]})
+    assert [ids.call("id", None, 0, index).prompt_token_ids for index in range(2)] == [[1, 2], [3]]
+
+
+def test_usage_counts_each_prompt_once() -> None:
+    request = parse_body({"model": "m", "prompt": ["a", "b"], "n": 2})
+    chunks = [
+        GenerateChunk(
+            text="", token_ids=[1], index=index, finish_reason="stop", prompt_tokens=10 + index // 2,
+            cached_tokens=index, completion_tokens=1 + index,
+        )
+        for index in range(4)
+    ]  # fmt: skip
+    assert Answer(request).whole(chunks)["usage"] == {
+        "prompt_tokens": 21, "completion_tokens": 10, "total_tokens": 31, "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip
+    count = TokenCount(2)
+    count.add(chunks)
+    assert count.total == 31
+    assert most_tokens(parse_body({"model": "m", "prompt": ["a", "b"], "n": 2, "max_tokens": 7})) == 28
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "safety_identifier": "s"},
+        {"prediction": {"type": "content", "content": "x"}, "prompt_cache_key": "k", "prompt_cache_retention": "24h"},
+        {"reasoning_effort": None, "verbosity": "medium", "modalities": ["text"], "functions": [], "audio": None},
+    ],
+)
+def test_what_changes_no_answer_is_ignored(ignored: dict[str, Any]) -> None:
+    assert parse_body({**CHAT, **ignored}).call("id", None, 0) == parse_body(CHAT).call("id", None, 0)
+
+
+def test_what_an_assistant_thought_goes_back_to_the_template() -> None:
+    said = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2", "type": "text"}
+    call = parse_body({**CHAT, "messages": [*CHAT["messages"], said]}).call("id", None, 0)
+    assert (call.messages or [])[1] == {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
 
 
 def pieces() -> list[GenerateChunk]:

@@ -50,6 +50,22 @@ def test_a_load_is_listed_only_once_committed() -> None:
     assert (entry.generation, entry.epoch, entry.static) == (change.epoch, change.epoch, False)
 
 
+def test_when_an_adapter_was_loaded_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.9]
+    monkeypatch.setattr("time.time", lambda: clock[0])
+    journal = tmp_path / "journal"
+    with closing(AdapterRegistry(journal, static={"s": "/s"})) as registry:
+        clock[0] = 2000
+        loaded(registry, "a", "/a")
+        clock[0] = 3000
+        assert (registry.entries["s"].created, registry.entries["a"].created) == (1000, 2000)
+        assert registry.begin_replace("a", "/b") is not None
+        registry.commit_replace("a", None)
+        registry.finish_replace("a")
+    with closing(AdapterRegistry(journal, static={"s": "/s"})) as registry:
+        assert (registry.entries["s"].created, registry.entries["a"].created) == (1000, 3000)
+
+
 def test_the_same_load_again_changes_nothing() -> None:
     registry = AdapterRegistry()
     loaded(registry, "a", "/a")

@@ -2,14 +2,16 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 import torch
+from pydantic import BaseModel
 
 from cluster.demo.base_model import prepare
 from deployments.launcher import Served
@@ -70,6 +72,57 @@ def test_official_client_completions(client: openai.OpenAI) -> None:
     assert whole.usage.completion_tokens == 8
 
 
+def test_several_prompts_are_answered_as_each_alone(client: openai.OpenAI) -> None:
+    prompts = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time", "Roses are red,"] * 5
+    for model in (BASE, "pirate"):
+        fields: dict[str, Any] = {"model": model, "max_tokens": 4, "temperature": 0}
+        together = client.completions.create(prompt=prompts, **fields)
+        alone = [client.completions.create(prompt=prompt, **fields).choices[0].text for prompt in prompts[:4]]
+        assert [choice.text for choice in together.choices] == alone * 5
+        assert [choice.index for choice in together.choices] == list(range(20))
+        streamed = dict.fromkeys(range(20), "")
+        for chunk in client.completions.create(prompt=prompts, stream=True, **fields):
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+        assert list(streamed.values()) == alone * 5
+
+
+class Capital(BaseModel, extra="forbid"):
+    country: Literal["France", "Spain"]
+    is_large: bool
+
+
+def test_official_client_parses_answers_into_classes(client: openai.OpenAI) -> None:
+    for model in (BASE, "json"):
+        answer = client.chat.completions.parse(**chat(model, max_tokens=60), response_format=Capital)
+        assert isinstance(answer.choices[0].message.parsed, Capital)
+
+
+def test_official_client_raises_its_own_errors(client: openai.OpenAI) -> None:
+    for kind, change in (
+        (openai.NotFoundError, {"model": "absent"}),
+        (openai.BadRequestError, {"temperature": 9}),
+        (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (openai.BadRequestError, {"max_tokens": 10_000}),
+    ):
+        for stream in (False, True):
+            with pytest.raises(kind) as caught:
+                client.chat.completions.create(**{**chat(BASE, stream=stream), **change})
+            body = caught.value.response.json()
+            assert caught.value.request_id == body["request_id"] == caught.value.response.headers["x-request-id"]
+            assert caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("absent")
+
+
+def test_the_id_of_a_refused_request_is_in_its_log(served: Served, http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json=chat("absent"), headers={"X-Request-Id": "looked-for-7c1d"})
+    assert (answer.headers["x-request-id"], answer.json()["request_id"]) == ("looked-for-7c1d",) * 2
+    deadline = time.monotonic() + 20
+    while "looked-for-7c1d" not in served.log.read_text(errors="replace") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert 'request "looked-for-7c1d": 404' in served.log.read_text(errors="replace")
+
+
 def test_tokens_equal_peft(http: httpx.Client, reference: Reference) -> None:
     for model in (BASE, *DEMO_ADAPTERS):
         expected = reference.tokens(None if model == BASE else model, QUESTION, 24)
@@ -105,11 +158,12 @@ def test_health(http: httpx.Client) -> None:
 
 def test_load_use_unload(http: httpx.Client, tmp_path: Path) -> None:
     folder = make_adapter(prepare(), tmp_path / "extra", r=4, targets=("q_proj", "v_proj"), seed=5)
-    load = {"lora_name": "extra", "lora_path": str(folder)}
+    load, began = {"lora_name": "extra", "lora_path": str(folder)}, int(time.time())
     loaded = http.post("/v1/load_lora_adapter", json=load)
     assert loaded.status_code == 200, loaded.text
     assert len(loaded.json()["replicas"]) == 2
     assert http.post("/v1/chat/completions", json=chat("extra")).status_code == 200
+    assert began <= http.get("/v1/models/extra").json()["created"] <= time.time()
     assert http.post("/v1/load_lora_adapter", json=load).status_code == 200, "the same again is no conflict"
     other = http.post("/v1/load_lora_adapter", json={**load, "lora_path": str(ADAPTERS / "json")})
     assert other.status_code == 409

@@ -19,7 +19,8 @@ PERIOD_S = 0.01
 
 REPLICA = ReplicaPicture(
     epoch=1, lag=0, joined=True, leaving=False, num_slots=2, num_slots_used=0, num_in_memory=0, num_running=0,
-    num_waiting=0, service_ms=None, occupants=(), counts=SlotCounts(), refused={}, num_refused=0, stalled={}, fault=None,
+    num_waiting=0, service_ms=None, occupants=(), counts=SlotCounts(), refused={}, num_refused=0, stalled={},
+    fault=None,
 )  # fmt: skip
 
 

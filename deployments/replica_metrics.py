@@ -43,14 +43,26 @@ class ReplicaMetrics:
         self._load_s = Counter("lora_fleet_load_seconds", "Seconds of loads by the tier they came from.", ("tier",))
         self._heals = Counter("lora_fleet_watchdog_heals", "Stalled adapters whose requests were ended.")
         self._counts, self._cache = SlotCounts(), CacheCounts()
+        self._num_slots: int | None = None
+        self._residency: Residency | None = None
         self._shown = {gauge: LabelledGauge() for gauge in (self._running, self._waiting, self._idle)}
 
     def set_num_slots(self, num_slots: int) -> None:
         """Show how many adapter slots there are."""
-        self._slots.set(num_slots)
+        self._num_slots = num_slots
+        self._show_slots()
 
     def take_residency(self, residency: Residency) -> None:
         """Show where adapters are; nothing is left out of the report."""
+        self._residency = residency
+        self._show_slots()
+
+    def _show_slots(self) -> None:
+        """Again and again: what is not set for a while is no longer on Ray's page."""
+        if self._num_slots is not None:
+            self._slots.set(self._num_slots)
+        if (residency := self._residency) is None:
+            return
         held = {"slot": residency.resident, "host": residency.in_memory, "disk": residency.loaded}
         for tier, adapters in held.items():
             self._resident.set(len(adapters or ()), {"tier": tier})
@@ -58,6 +70,7 @@ class ReplicaMetrics:
 
     def take_work(self, work: Workload) -> None:
         """Show what the engine did since the last time."""
+        self._show_slots()
         adapters = work.adapters
         # The base model always, so that there is a series before a request happens to be there when it is looked.
         self._show(self._running, {None: 0, **{one.name: one.num_running for one in adapters if one.num_running}})

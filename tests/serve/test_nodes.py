@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from deployments.engine_handle import EngineHandle
 from deployments.generation import GenerateCall
 from deployments.ray_internals import forget_cluster
-from lora_core.errors import EngineDead
+from lora_core.errors import EngineDead, InvalidRequest
 from tests.serve.slot_engine import TOKEN_S, eventually
 from tests.serve.slot_fleet import SlotFleet, deploy
 
@@ -87,7 +87,7 @@ def test_a_lost_node_costs_no_whole_answer_and_a_new_one_takes_its_place(cluster
     def is_replaced() -> bool:
         for name in set(fleet.table().replicas) - {survivor, lost}:
             # The router actor knows the new replica a moment before the handle does.
-            with contextlib.suppress(EngineDead):
+            with contextlib.suppress(EngineDead, InvalidRequest):
                 return bool(fleet.ask("holding", session=f"replica:{name}") == wanted)
         return False
 

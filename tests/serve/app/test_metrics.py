@@ -44,11 +44,14 @@ def expressions() -> dict[str, str]:
 
 
 async def burst(url: str, model: str, count: int) -> list[int]:
-    """Status codes of so many requests at once."""
-    body = {"model": model, "messages": [{"role": "user", "content": "One word."}], "max_tokens": 1}
+    """Status codes of so many requests at once, each with a text of its own to compute."""
+    bodies = [
+        {"model": model, "messages": [{"role": "user", "content": f"{number} of {count}: " * 12}], "max_tokens": 1}
+        for number in range(count)
+    ]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-        answers = await asyncio.gather(*(client.post(f"{url}/v1/chat/completions", json=body) for _ in range(count)))
+        answers = await asyncio.gather(*(client.post(f"{url}/v1/chat/completions", json=body) for body in bodies))
     return [answer.status_code for answer in answers]
 
 
@@ -95,8 +98,11 @@ def models(served: Served, tmp_path: Path) -> Iterator[list[str]]:
 def test_every_query_of_the_dashboard_finds_data(served: Served, models: list[str], tmp_path: Path) -> None:
     found: dict[str, list[float]] = {}
     with prometheus(tmp_path, served.url) as server, load(served.url, models):
-        # More than may wait for one adapter.
-        codes = asyncio.run(burst(served.url, "pirate", QueueSettings().max_waiting_per_adapter + 80))
+        # More than may wait for one adapter; a quick machine has answered some before the last one comes.
+        codes: list[int] = []
+        for factor in (1, 2, 4):
+            if 429 not in codes:
+                codes += asyncio.run(burst(served.url, "pirate", factor * QueueSettings().max_waiting_per_adapter + 80))
         assert {200, 429} == set(codes)
         deadline = time.monotonic() + 90
         while missing := {name: query for name, query in expressions().items() if not found.get(name)}:

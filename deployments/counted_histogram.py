@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from ray.serve.metrics import Gauge
+from deployments.kept_gauge import KeptGauge
 
 ADAPTER = "adapter"
 INFINITE = float("inf")
@@ -26,9 +26,9 @@ class CountedHistogram:
         self._bounds = (*bounds, INFINITE)
         self._by_adapter = by_adapter
         tags = (ADAPTER,) if by_adapter else ()
-        self._bucket = Gauge(f"{name}_bucket", description, (*tags, "le"))
-        self._sum = Gauge(f"{name}_sum", description, tags)
-        self._count = Gauge(f"{name}_count", description, tags)
+        self._bucket = KeptGauge(f"{name}_bucket", description, (*tags, "le"))
+        self._sum = KeptGauge(f"{name}_sum", description, tags)
+        self._count = KeptGauge(f"{name}_count", description, tags)
         self._les = [*(str(float(bound)) for bound in bounds), "+Inf"]
         self._counts: dict[str, list[int]] = {}
         self._sums: dict[str, float] = {}
@@ -53,5 +53,5 @@ class CountedHistogram:
             for le, count in zip(self._les, self._counts[label], strict=True):
                 num_up_to += count
                 self._bucket.set(num_up_to, {**tags, "le": le})
-            self._sum.set(self._sums[label], dict(tags))
-            self._count.set(num_up_to, dict(tags))
+            self._sum.set(self._sums[label], tags)
+            self._count.set(num_up_to, tags)

@@ -72,7 +72,7 @@ class EngineReplica:
         tokenizer_task = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
         try:
             self._ready = await client.start(app.replica.start_timeout_s)
-            self._metrics.set_num_slots(self._ready.num_slots)
+            self._metrics.start(self._ready.num_slots)
             tokenizer = await tokenizer_task
             pace = StreamPace(app.replica.stream_window_s)
             self._generator = Generator(client, self._ready, tokenizer, pace)

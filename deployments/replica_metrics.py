@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from ray.serve.metrics import Counter, Gauge
+from ray.serve.metrics import Counter
 
+from deployments.kept_gauge import KeptGauge
 from deployments.metric_labels import BASE_LABEL, AdapterLabels, LabelledGauge
 from lora_core.messages import Residency
 from lora_core.workload import CacheCounts, SlotCounts, Workload
@@ -17,12 +18,12 @@ class ReplicaMetrics:
 
     def __init__(self) -> None:
         self._labels = AdapterLabels()
-        self._resident = Gauge("lora_fleet_adapters", "Adapters in each tier; one may be in several.", ("tier",))
-        self._slots = Gauge("lora_fleet_slots", "Adapter slots.")
-        self._slots_used = Gauge("lora_fleet_slots_used", "Adapter slots taken by any generation.")
-        self._running = Gauge("vllm_num_requests_running", "Requests in the engine's batch.", ("adapter",))
-        self._waiting = Gauge("vllm_num_requests_waiting", "Requests in the engine's queue.", ("adapter",))
-        self._idle = Gauge(
+        self._resident = KeptGauge("lora_fleet_adapters", "Adapters in each tier; one may be in several.", ("tier",))
+        self._slots = KeptGauge("lora_fleet_slots", "Adapter slots.")
+        self._slots_used = KeptGauge("lora_fleet_slots_used", "Adapter slots taken by any generation.")
+        self._running = KeptGauge("vllm_num_requests_running", "Requests in the engine's batch.", ("adapter",))
+        self._waiting = KeptGauge("vllm_num_requests_waiting", "Requests in the engine's queue.", ("adapter",))
+        self._idle = KeptGauge(
             "lora_fleet_oldest_request_idle_seconds",
             "Since an adapter's oldest request last got on.",
             ("adapter",),
@@ -32,7 +33,7 @@ class ReplicaMetrics:
             "lora_fleet_request_wait_seconds", "Seconds those had waited in the engine's queue.", ("adapter",)
         )
         self._tokens = Counter("lora_fleet_tokens", "Tokens computed, prompts and answers.", ("adapter",))
-        self._kv_usage = Gauge("vllm_kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.")
+        self._kv_usage = KeptGauge("vllm_kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.")
         self._queried = Counter("vllm_prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self._found = Counter("vllm_prefix_cache_hits", "Prompt tokens that were in the prefix cache.")
         self._preemptions = Counter("vllm_num_preemptions", "Running requests that had to wait again.")
@@ -43,26 +44,15 @@ class ReplicaMetrics:
         self._load_s = Counter("lora_fleet_load_seconds", "Seconds of loads by the tier they came from.", ("tier",))
         self._heals = Counter("lora_fleet_watchdog_heals", "Stalled adapters whose requests were ended.")
         self._counts, self._cache = SlotCounts(), CacheCounts()
-        self._num_slots: int | None = None
-        self._residency: Residency | None = None
         self._shown = {gauge: LabelledGauge() for gauge in (self._running, self._waiting, self._idle)}
 
-    def set_num_slots(self, num_slots: int) -> None:
-        """Show how many adapter slots there are."""
-        self._num_slots = num_slots
-        self._show_slots()
+    def start(self, num_slots: int) -> None:
+        """Show how many adapter slots there are, and that there is no work yet."""
+        self._slots.set(num_slots)
+        self.take_work(Workload())
 
     def take_residency(self, residency: Residency) -> None:
         """Show where adapters are; nothing is left out of the report."""
-        self._residency = residency
-        self._show_slots()
-
-    def _show_slots(self) -> None:
-        """Again and again: what is not set for a while is no longer on Ray's page."""
-        if self._num_slots is not None:
-            self._slots.set(self._num_slots)
-        if (residency := self._residency) is None:
-            return
         held = {"slot": residency.resident, "host": residency.in_memory, "disk": residency.loaded}
         for tier, adapters in held.items():
             self._resident.set(len(adapters or ()), {"tier": tier})
@@ -70,9 +60,8 @@ class ReplicaMetrics:
 
     def take_work(self, work: Workload) -> None:
         """Show what the engine did since the last time."""
-        self._show_slots()
         adapters = work.adapters
-        # The base model always, so that there is a series before a request happens to be there when it is looked.
+        # The base model always, so that there is a series before its first request.
         self._show(self._running, {None: 0, **{one.name: one.num_running for one in adapters if one.num_running}})
         self._show(self._waiting, {None: 0, **{one.name: one.num_waiting for one in adapters if one.num_waiting}})
         with_requests = [one for one in adapters if one.num_running + one.num_waiting]
@@ -112,10 +101,10 @@ class ReplicaMetrics:
         for label, amount in self._labels.summed(values).items():
             _add(counter, amount, adapter=label)
 
-    def _show(self, gauge: Gauge, values: Mapping[str | None, float]) -> None:
+    def _show(self, gauge: KeptGauge, values: Mapping[str | None, float]) -> None:
         self._set(gauge, self._labels.summed(values))
 
-    def _set(self, gauge: Gauge, by_label: Mapping[str, float]) -> None:
+    def _set(self, gauge: KeptGauge, by_label: Mapping[str, float]) -> None:
         for label, value in self._shown[gauge].complete(by_label).items():
             gauge.set(value, {"adapter": label})
 

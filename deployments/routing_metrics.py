@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from ray.serve.metrics import Counter, Gauge
 
 from deployments.counted_histogram import CountedHistogram
+from deployments.kept_gauge import KeptGauge
 from deployments.metric_labels import AdapterLabels, LabelledGauge
 from deployments.show_timer import ShowTimer
 
@@ -22,7 +23,9 @@ class RoutingMetrics:
         self._timer = ShowTimer(self._decision_s.show)
         self._table_age = Gauge("lora_fleet_table_age_seconds", "Since the router actor was last heard of.")
         self._refused = Counter("lora_fleet_requests_refused", "Requests refused before any replica.", ("reason",))
-        self._queued = Gauge("lora_fleet_requests_queued", "Requests that wait for their first token.", ("adapter",))
+        self._queued = KeptGauge(
+            "lora_fleet_requests_queued", "Requests that wait for their first token.", ("adapter",)
+        )
         self._shown = LabelledGauge()
 
     def observe_decision(self, seconds: float) -> None:

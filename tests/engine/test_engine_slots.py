@@ -107,9 +107,18 @@ async def test_an_eviction_is_told_before_its_slot_has_another_owner(
         assert max(report.num_slots_used for report in told) == 2
 
 
+async def all_is_told(client: EngineClient, ear: Ear, adapter: Path) -> None:
+    """Wait until nothing that was done so far is in an account to come."""
+    last = "all-is-told"
+    assert (await client.lora(load(last, adapter), 20)).status is LoRAStatus.SUCCESS
+    await tokens_of(client.submit(request(last, 1, last)))
+    await until(lambda: last in {work.name for work in ear.total().adapters} and not client.workload.adapters, 20)
+    await client.lora(unload(last), 20)
+
+
 async def test_work_is_told_by_adapter(client: EngineClient, ear: Ear, tiny_adapters: dict[str, Path]) -> None:
     async with loaded(client, tiny_adapters) as (name, *_):
-        await until(lambda: client.workload.adapters == [], 20)
+        await all_is_told(client, ear, tiny_adapters[name])
         ear.workloads.clear()
         await asyncio.gather(
             *(tokens_of(client.submit(request(f"{name}-{n}", 6, name))) for n in range(3)),

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deployments import counted_histogram, request_metrics
+from deployments import kept_gauge, request_metrics
 from deployments.counted_histogram import CountedHistogram
 from deployments.generation import GenerateChunk
 from deployments.request_metrics import RequestMetrics
@@ -28,7 +28,7 @@ def clock() -> Clock:
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedMetric, "by_name", {})
-    monkeypatch.setattr(counted_histogram, "Gauge", RecordedMetric)
+    monkeypatch.setattr(kept_gauge, "Gauge", RecordedMetric)
     monkeypatch.setattr(request_metrics, "Counter", RecordedMetric)
 
 

@@ -6,8 +6,8 @@ with Ray's default settings and its throughput-optimised ones. Prints one JSON l
     routing        `one_token` over `plain`: the same application with this project's request router and with Ray's own
                    (power of two choices), each token sent by itself in both. For a request of one token, and per token
                    of a stream.
-    grouping       `ours` over `one_token`, per token: tokens sent together, as the product does, over each by itself,
-                   with 16 streams of 200 tokens a second each.
+    grouping       `ours` over `one_token`, per token: tokens sent together, as the product does, over each by itself
+                   when it comes, with 16 streams of up to 200 tokens a second each.
 
 Rounds of the applications alternate, so that the machine's other work meets all; figures are means over rounds, with
 the half width of their 95 % interval (Student's t). Answers are checked in each call.

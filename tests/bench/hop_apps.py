@@ -34,7 +34,7 @@ class HopReplica(EngineReplica):
 
 
 class OneTokenReplica(HopReplica):
-    """Sends each token by itself, whatever has arrived."""
+    """Sends each token by itself, as soon as it comes (`_application` leaves no window), however many come at once."""
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateChunk | Refusal, None]:
         async with aclosing(super().generate(call)) as chunks:
@@ -94,6 +94,7 @@ def _application(kind: Kind, base: Path, adapter: Path) -> Application:
             "model_name": BASE,
             "engine": {"dtype": "float32", "device": "cpu", "num_threads": 1, "kv_cache_tokens": 1024},
             "lora_config": {"enable_lora": True, "max_num_loras": 2, "lora_paths": [f"{ADAPTER}={adapter}"]},
+            **({"replica": {"stream_window_s": 0}} if kind.replica is OneTokenReplica else {}),
         }
     )
     ours = {"request_router_config": RequestRouterConfig(request_router_class=AffinityRequestRouter)}

@@ -21,6 +21,12 @@ MAX_ONE_LAUNCH_TILE = 32
 """Rows of a tile up to which a step that asks for one launch gets it."""
 
 
+def cpu_stack_dtype(activations: torch.dtype) -> torch.dtype:
+    """Data type of the slot tensors on the CPU: that of the activations, but fp32 for fp16, which nothing there
+    multiplies fast."""
+    return torch.float32 if activations == torch.float16 else activations
+
+
 class Group(NamedTuple):
     """Consecutive rows of the batch that use one adapter slot."""
 
@@ -86,8 +92,8 @@ class Routing:
         return torch.tensor(rows, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
 
     def stack_dtype(self, activations: torch.dtype) -> torch.dtype:
-        """Data type of the slot tensors for activations of a data type: fp32 on the CPU, else the same."""
-        return torch.float32 if self.path == "cpu" else activations
+        """Data type of the slot tensors for activations of a data type."""
+        return cpu_stack_dtype(activations) if self.path == "cpu" else activations
 
     def among(self, slots: frozenset[int]) -> "Routing | None":
         """The part of the step that uses some of these slots, or None where no row does.

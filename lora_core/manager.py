@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import Routing
+from kernels.schedule import cpu_stack_dtype
 from lora_core.adapter_catalogue import AdapterCatalogue
 from lora_core.adapter_reader import AdapterReader
 from lora_core.adapters import AdapterTable
@@ -108,8 +109,7 @@ class LoRAManagerV3(AdapterCatalogue):
         loader = AdapterLoader(table, store, self._reader.read, config.host_memory_bytes, times=times)
         super().__init__(config, table, loader, times)
         self._slots = table
-        # On CPU the kernels take fp32 stacks whatever the base's data type.
-        stack_dtype = torch.float32 if self.device.type == "cpu" else self.base_dtype
+        stack_dtype = cpu_stack_dtype(self.base_dtype) if self.device.type == "cpu" else self.base_dtype
         stacks = SlotStacks(self._sites, self.num_slots, config.max_lora_rank, stack_dtype)
         if split is not None:
             split.open(self.num_slots, config.max_lora_rank, stack_dtype)

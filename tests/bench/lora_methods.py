@@ -57,7 +57,7 @@ class Ours:
 
     def add(self, x: Tensor, y: Tensor, layer: int, site: int) -> None:
         """One call; its arguments are checked at the first of its shape, as a LoRA layer has it."""
-        a, b = self._weights.fp32[layer][site]
+        a, b = self._weights.in_dtype(x.dtype)[layer][site]
         key = layer, site
         sgmv(x, a, b, y, self._routing, self._weights.sites[site].slices, check=key not in self._checked)
         self._checked.add(key)

@@ -88,19 +88,27 @@ def test_a_compiler_that_fails_is_quoted(
     assert list(cache.iterdir()) == []
 
 
+RIGHT = {
+    "torch.float32": "*(f8 *)((float *)y + index) += delta;",
+    "torch.bfloat16": "round8((uint16_t *)y + index, values8(y, BF16, index) + delta);",
+}
+
+
+@pytest.mark.parametrize("dtype", RIGHT)
 def test_a_kernel_that_computes_wrongly_is_not_used(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dtype: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Path(sgmv_native.__file__).with_name(SOURCE).read_text()
     shutil.copy(Path(sgmv_native.__file__).with_name("native_vectors.h"), cache.parent)
     wrong = cache.parent / SOURCE
-    wrong.write_text(source.replace("*(f8 *)((float *)y + at) += delta;", "*(f8 *)((float *)y + at) -= delta;"))
+    wrong.write_text(source.replace(RIGHT[dtype], RIGHT[dtype].replace("delta", "delta / 2")))
     assert wrong.read_text() != source
     monkeypatch.setattr(native, "__file__", str(cache.parent / "native.py"))
     with caplog.at_level(logging.WARNING):
         assert torch.equal(product(), product())
     (record,) = caplog.records
     assert "sgmv_native.c, as compiled here, is not used" in record.message
+    assert f"a product of its in {dtype} differs" in record.message
 
 
 def test_a_cache_that_others_can_write_to_is_not_used(cache: Path) -> None:

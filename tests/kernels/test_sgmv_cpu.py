@@ -124,8 +124,8 @@ def test_long_bf16_segments_are_served_with_and_without_bf16_instructions(
 
 @pytest.mark.parametrize("rows", [1, 8, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_are_fp32_and_rounded_once(dtype: torch.dtype, rows: int) -> None:
-    """Against fp64, the error is half a unit in y's last place; long bf16 segments also round v to bf16."""
+def test_sums_are_fp32_and_rounded_once(dtype: torch.dtype, rows: int, is_compiled: bool) -> None:
+    """Against fp64, the error is half a unit in y's last place; torch's products also round v to bf16."""
     case = make_case(
         [(1, rows), (0, rows)], ranks=[8, 8], max_rank=8, in_features=256, slices=(1024, 1024), dtype=dtype, device=CPU
     )
@@ -138,7 +138,8 @@ def test_sums_are_fp32_and_rounded_once(dtype: torch.dtype, rows: int) -> None:
         exact[start:stop] += torch.einsum("str,sor->tso", v, b).reshape(stop - start, -1)
         magnitude[start:stop] = torch.einsum("str,sor->tso", v.abs(), b.abs()).reshape(stop - start, -1)
     epsilon = torch.finfo(dtype).eps
-    low_rank_error = 0.51 * epsilon if dtype == torch.bfloat16 and rows >= 64 else 1e-5
+    rounds_v = dtype == torch.bfloat16 and (rows >= 64 or not is_compiled)
+    low_rank_error = 0.51 * epsilon if rounds_v else 1e-5
     bound = 0.5001 * epsilon * exact.abs() + low_rank_error * magnitude + 1e-6
     assert ((case.result().double() - exact).abs() <= bound).all()
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.loops import Loop, cut
+from kernels.loops import Cut, Loop, loops
 from kernels.step_buffer import upload
 from kernels.support import triton_fault, warn_of_fallback
 from kernels.tuning import device_name, num_tiles, row_tile
@@ -72,11 +72,14 @@ class Routing:
     path: Literal["cpu", "torch", "triton"]
     buffer: Tensor
     _parts: "dict[frozenset[int], Routing | None]" = field(default_factory=dict, init=False, repr=False)
+    _loops: dict[Cut, tuple[Loop, ...]] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def loops(self) -> tuple[Loop, ...]:
-        """The groups as the CPU path multiplies them, cut once a step and shared by all its layers."""
-        return cut(self.groups, self.slot_ranks)
+    def loops(self, cut: Cut) -> tuple[Loop, ...]:
+        """The groups as the CPU path multiplies them, cut once a step and shared by all its layers of one kind."""
+        found = self._loops.get(cut)
+        if found is None:
+            found = self._loops[cut] = loops(self.groups, self.slot_ranks, cut)
+        return found
 
     @cached_property
     def slots(self) -> frozenset[int]:

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.loops import Loop, Segment
+from kernels.loops import Cut, Loop, Segment
 from kernels.schedule import Routing
 from kernels.sgmv_native import DTYPES, MAX_RANK, expand_native, sgmv_function, sgmv_native
 
@@ -39,7 +39,7 @@ def sgmv_cpu(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Ro
         slices: Output widths of the S projections; they add up to OUT.
     """
     slices = tuple(slices)
-    for loop in routing.loops:
+    for loop in routing.loops(Cut(x.dtype == torch.bfloat16, y.shape[1], len(slices))):
         rows, target = _rows(x, loop), _rows(y, loop)
         if not loop.is_short or (rows.dtype not in DTYPES and target.numel() > MAX_TEMPORARY):
             for segment, some_rows, some_targets in _segments(loop, rows, target):
@@ -62,7 +62,7 @@ def sgmv_embed_cpu(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, rou
         y: `[T, OUT]`, bf16, fp16 or fp32, updated in place with one rounding.
         routing: The step's routing on the CPU.
     """
-    for loop in routing.loops:
+    for loop in routing.loops(Cut(y.dtype == torch.bfloat16, y.shape[1], 1)):
         rows, target = _rows(ids, loop), _rows(y, loop)
         if loop.is_short and y.dtype in DTYPES and _is_native(b_stack):
             low = torch.empty(rows.shape[0], a_stack.shape[2])
@@ -147,7 +147,7 @@ def _add_products(
 def _add_widened(v: Tensor, b: Tensor, y: Tensor) -> None:
     """Add `v @ b` to y, with as many columns of b at a time in their dtype as a temporary holds."""
     step = max(1, MAX_TEMPORARY // b.shape[0])
-    for some_columns, some_targets in zip(b.split(step, 1), y.split(step, 1), strict=True):
+    for some_columns, some_targets in zip(torch.split(b, step, 1), torch.split(y, step, 1), strict=True):
         some_targets.addmm_(v, some_columns.to(v.dtype))
 
 

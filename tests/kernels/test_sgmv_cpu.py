@@ -106,9 +106,14 @@ def test_long_bf16_segments_are_served_with_and_without_bf16_instructions(
     if has_instructions and not sgmv_cpu._has_fast_bf16():
         pytest.skip("this processor does not multiply bf16")
     monkeypatch.setattr(sgmv_cpu, "_has_fast_bf16", lambda: has_instructions)
-    products = []
+    products: set[torch.dtype] = set()
     product = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda x, a: products.append(x.dtype) or product(x, a))
+
+    def noted(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        products.add(x.dtype)
+        return product(x, a)
+
+    monkeypatch.setattr(torch, "mm", noted)
     make_case(
         [(1, 230), (0, 240)],
         ranks=[8, 6],
@@ -119,7 +124,7 @@ def test_long_bf16_segments_are_served_with_and_without_bf16_instructions(
         base_rows=1,
         device=CPU,
     ).check()
-    assert set(products) == {torch.bfloat16 if has_instructions else torch.float32}
+    assert products == {torch.bfloat16 if has_instructions else torch.float32}
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100])

@@ -24,7 +24,7 @@ _CACHED = 1 << 18
 """Elements of x and y of a loop or a block: 1 MB in fp32, what a core's own cache holds."""
 
 _READ_AHEAD_RANK, _READ_AHEAD_ROWS = 32, 3
-"""Rank and rows from which B is read from memory in order first: the product itself reads it in strides, and waits."""
+"""Rank and rows from which an fp32 B is read from memory in order first: its product reads it in strides, and waits."""
 
 
 def sgmv_cpu(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Routing, slices: Sequence[int]) -> None:
@@ -42,8 +42,7 @@ def sgmv_cpu(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Ro
     for loop in routing.loops(Cut(x.dtype == torch.bfloat16, y.shape[1], len(slices))):
         rows, target = _rows(x, loop), _rows(y, loop)
         if not loop.is_short or (rows.dtype not in DTYPES and target.numel() > MAX_TEMPORARY):
-            for segment, some_rows, some_targets in _segments(loop, rows, target):
-                _add_long(some_rows, a_stack, b_stack, some_targets, segment, slices)
+            _add_long_loop(rows, a_stack, b_stack, target, loop, slices)
         elif rows.dtype in DTYPES:
             _add_short_loop(rows, a_stack, b_stack, target, loop, slices)
         else:
@@ -88,11 +87,8 @@ def _add_short_loop(
     """Short groups; x and y are the loop's rows, fp32 or bf16, and so are the stacks."""
     if _is_native(b_stack):
         sgmv_native(x, a_stack, b_stack, y, loop, slices)
-    elif x.dtype == torch.float32:
-        _add_products(x, a_stack, b_stack, y, loop.segments, loop.lengths, slices)
     else:
-        for segment, rows, targets in _segments(loop, x, y):
-            _add_long(rows, a_stack, b_stack, targets, segment, slices)
+        _add_long_loop(x, a_stack, b_stack, y, loop, slices)
 
 
 def _block_rows(row_width: int) -> int:
@@ -132,7 +128,7 @@ def _add_products(
             firsts = range(a_first, a_first + projections * a_part, a_part)
             views = (a_stack.as_strided((width, live), (1, width), first) for first in firsts)
             vs = [torch.mm(some_rows, a if as_it_is else a.to(x.dtype)) for a in views]
-        read_ahead = live >= _READ_AHEAD_RANK and length >= _READ_AHEAD_ROWS
+        read_ahead = b_stack.dtype == torch.float32 and live >= _READ_AHEAD_RANK and length >= _READ_AHEAD_ROWS
         for v, target, columns in zip(vs, targets, slices, strict=True):
             b = b_stack.as_strided((live, columns), (1, rank), b_first)
             b_first += columns * rank
@@ -174,11 +170,27 @@ def _segments(loop: Loop, x: Tensor, y: Tensor) -> Iterable[tuple[Segment, Tenso
     return zip(loop.segments, x.split_with_sizes(lengths), y.split_with_sizes(lengths), strict=True)
 
 
-def _add_long(
-    x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, segment: Segment, slices: tuple[int, ...]
-) -> None:
-    """One group of rows x and y, block by block: in their dtype where the processor multiplies it, else in fp32."""
+def _add_long_loop(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, loop: Loop, slices: tuple[int, ...]) -> None:
+    """A loop's groups of rows x and y: in their dtype where the processor multiplies it, else in fp32."""
     as_it_is = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and _has_fast_bf16())
+    if as_it_is and loop.num_rank_rows * len(slices) <= MAX_TEMPORARY:
+        _add_products(x, a_stack, b_stack, y, loop.segments, loop.lengths, slices)
+        return
+    for segment, rows, targets in _segments(loop, x, y):
+        _add_blocks(rows, a_stack, b_stack, targets, segment, slices, as_it_is=as_it_is)
+
+
+def _add_blocks(
+    x: Tensor,
+    a_stack: Tensor,
+    b_stack: Tensor,
+    y: Tensor,
+    segment: Segment,
+    slices: tuple[int, ...],
+    *,
+    as_it_is: bool,
+) -> None:
+    """One group of rows x and y, block by block, in their dtype or in fp32."""
     block = MAX_TEMPORARY // (len(slices) * segment.rank) if as_it_is else _block_rows(x.shape[1] + y.shape[1])
     for rows, target in _blocks(x, y, max(1, block)):
         wide = target if as_it_is else target.float()

@@ -27,6 +27,7 @@ from lora_core.channel import (
     endpoint,
 )
 from lora_core.config import EngineConfig, LoRAConfig
+from lora_core.engine.process_environment import process_environment
 from lora_core.errors import ConfigError, EngineDead, EngineUnavailable, InvalidRequest, LoRAFleetError
 from lora_core.messages import (
     AbortRequest,
@@ -243,7 +244,7 @@ class EngineClient:
         self._opened.callback(self._events.close)
         self._lora_queue = LoRAQueue(base)
         self._opened.push_async_callback(self._lora_queue.close)
-        return ChildProcess(self._module, self._first_line(base), self._environment())
+        return ChildProcess(self._module, self._first_line(base), process_environment(self._engine.num_threads))
 
     def _first_line(self, base: str) -> bytes:
         return msgspec.json.encode(
@@ -253,10 +254,6 @@ class EngineClient:
                 "lora": self._lora_config.model_dump(mode="json"),
             }
         )
-
-    def _environment(self) -> dict[str, str]:
-        threads = self._engine.num_threads
-        return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
 
     async def _wait_ready(self, child: ChildProcess, timeout_s: float) -> EngineReady:
         start = time.monotonic()

@@ -25,7 +25,7 @@ def sgmv_embed(
 
     Args:
         ids: Token of each row, int64 `[T]`, rows grouped by adapter, base rows last.
-        a_stack: One table per slot `[N, V, R]`, a row for each of the V tokens. fp32 on the CPU, y's dtype on a device.
+        a_stack: One table per slot `[N, V, R]`, a row for each of the V tokens. y's dtype; for fp16 on the CPU fp32.
         b_stack: One B per slot `[N, OUT, R]`, same dtype as a_stack.
         y: The base embedding `[T, OUT]`, bf16, fp16 or fp32, updated in place.
         routing: The step's routing, on y's device.
@@ -72,7 +72,7 @@ def _check(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Ro
     if y.dtype not in _DTYPES or not a_stack.dtype == b_stack.dtype == expected:
         raise ValueError(
             f"y is {y.dtype}, a_stack {a_stack.dtype} and b_stack {b_stack.dtype}; expected y of "
-            f"{', '.join(map(str, _DTYPES))} and stacks in {expected}: fp32 on the CPU, y's dtype on a device"
+            f"{', '.join(map(str, _DTYPES))} and stacks in {expected}: y's dtype, but fp32 for fp16 on the CPU"
         )
     if not ids.device == a_stack.device == b_stack.device == y.device == routing.buffer.device:
         raise ValueError(

@@ -6,12 +6,38 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-LONG_ROWS, LONG_WORK = 56, 256
-"""A group of rank r is multiplied by torch's own matrix products from `LONG_ROWS + LONG_WORK / r` rows on (72 at rank
-16): from there on they are faster than a kernel that reads B in the order it is stored in, in spite of their calls."""
-
 MAX_SHORT_ROWS = 224
 """Most rows of a loop of short groups, and of one: the temporaries of even the widest layer stay below 16 MB."""
+
+MIN_LONG_ROWS = 5
+"""Fewer rows are always short: what they take is mostly reading the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """From how many rows on torch multiplies a layer's group faster than a kernel that reads B as it is stored.
+
+    Measured with 8 groups a step on cores with AVX512-BF16 (`tests/bench/bench_kernels_cpu.py`). A group of fp32 costs
+    torch less from 48 + 256 / rank rows on, whatever the layer. One of bf16 costs it 27 us for each of its products,
+    beside what each row adds; in the kernel a row adds 25 ps more for each output column and rank, and 100 for its sum.
+
+    Attributes:
+        is_bf16: Data type of the activations and weights; fp16 is multiplied as fp32.
+        out: Output columns of the layer.
+        projections: How many share them.
+    """
+
+    is_bf16: bool
+    out: int
+    projections: int
+
+    def is_short(self, rows: int, rank: int) -> bool:
+        """Whether a group is too little for torch's matrix products."""
+        if rows < MIN_LONG_ROWS or rows > MAX_SHORT_ROWS:
+            return rows < MIN_LONG_ROWS
+        if self.is_bf16:
+            return rows * (rank + 4) * self.out < 1_100_000 * (1 + self.projections)
+        return (rows - 48) * rank < 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +49,18 @@ class Segment:
     stop: int
     rank: int
 
-    @property
-    def is_short(self) -> bool:
-        """Whether it is too little for torch's matrix products."""
-        rows = self.stop - self.start
-        return rows <= MAX_SHORT_ROWS and (rows - LONG_ROWS) * self.rank < LONG_WORK
-
 
 @dataclass(frozen=True, eq=False)
 class Loop:
     """Rows `[start, stop)` of neighbouring segments.
 
     Attributes:
-        segments: At least one. All are short, or none is.
+        segments: At least one.
+        is_short: Whether all are short (`Cut.is_short`); else none is.
     """
 
     segments: tuple[Segment, ...]
+    is_short: bool = True
 
     @property
     def start(self) -> int:
@@ -54,11 +76,6 @@ class Loop:
     def lengths(self) -> tuple[int, ...]:
         """Rows of each segment."""
         return tuple(segment.stop - segment.start for segment in self.segments)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the segments are."""
-        return self.segments[0].is_short
 
     @cached_property
     def num_rank_rows(self) -> int:
@@ -77,23 +94,27 @@ class Loop:
         return ctypes.addressof(array), array
 
 
-def cut(groups: Sequence[tuple[int, int, int]], slot_ranks: Sequence[int]) -> tuple[Loop, ...]:
-    """Cut groups `(slot, start, stop)`, in row order, into loops; groups of rank 0 add nothing and are left out."""
-    return tuple(_loops([Segment(*group, slot_ranks[group[0]]) for group in groups if slot_ranks[group[0]]]))
+def loops(groups: Sequence[tuple[int, int, int]], slot_ranks: Sequence[int], cut: Cut) -> tuple[Loop, ...]:
+    """Cut groups `(slot, start, stop)`, in row order, into loops; groups of rank 0 add nothing and are left out.
+
+    Segments are put together as far as they are neighbours, and all long or all short.
+    """
+    return tuple(_loops([Segment(*group, slot_ranks[group[0]]) for group in groups if slot_ranks[group[0]]], cut))
 
 
-def _loops(segments: Sequence[Segment]) -> Iterator[Loop]:
-    """Segments put together as far as they are neighbours, and all long or all short."""
+def _loops(segments: Sequence[Segment], cut: Cut) -> Iterator[Loop]:
     members: list[Segment] = []
+    are_short = True
     for segment in segments:
-        is_short = segment.is_short
+        is_short = cut.is_short(segment.stop - segment.start, segment.rank)
         if members and (
             segment.start != members[-1].stop
-            or is_short != members[-1].is_short
+            or is_short != are_short
             or (is_short and segment.stop - members[0].start > MAX_SHORT_ROWS)
         ):
-            yield Loop(tuple(members))
+            yield Loop(tuple(members), are_short)
             members = []
         members.append(segment)
+        are_short = is_short
     if members:
-        yield Loop(tuple(members))
+        yield Loop(tuple(members), are_short)

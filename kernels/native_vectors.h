@@ -14,7 +14,11 @@ typedef float f16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float f8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t i8 __attribute__((vector_size(32)));
 typedef uint32_t u8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t u4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint32_t u16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t h4 __attribute__((vector_size(8), aligned(2), may_alias));
 typedef uint16_t h8 __attribute__((vector_size(16), aligned(2), may_alias));
+typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -39,9 +43,11 @@ static inline uint16_t rounded(float value) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-static inline f8 widened8(const uint16_t *from) {
-    return (f8)(__builtin_convertvector(*(const h8 *)from, u8) << 16);
-}
+static inline f4 widened4(const void *from) { return (f4)(__builtin_convertvector(*(const h4 *)from, u4) << 16); }
+
+static inline f8 widened8(const void *from) { return (f8)(__builtin_convertvector(*(const h8 *)from, u8) << 16); }
+
+static inline f16 widened16(const void *from) { return (f16)(__builtin_convertvector(*(const h16 *)from, u16) << 16); }
 
 static inline void round8(uint16_t *to, f8 values) {
     u8 bits = (u8)values;

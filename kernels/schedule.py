@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.loops import Loop, cut
+from kernels.loops import Cut, Loop, loops
 from kernels.step_buffer import upload
 from kernels.support import triton_fault, warn_of_fallback
 from kernels.tuning import device_name, num_tiles, row_tile
@@ -19,6 +19,12 @@ MAX_RANK = 2**15
 
 MAX_ONE_LAUNCH_TILE = 32
 """Rows of a tile up to which a step that asks for one launch gets it."""
+
+
+def cpu_stack_dtype(activations: torch.dtype) -> torch.dtype:
+    """Data type of the slot tensors on the CPU: that of the activations, but fp32 for fp16, which nothing there
+    multiplies fast."""
+    return torch.float32 if activations == torch.float16 else activations
 
 
 class Group(NamedTuple):
@@ -66,11 +72,14 @@ class Routing:
     path: Literal["cpu", "torch", "triton"]
     buffer: Tensor
     _parts: "dict[frozenset[int], Routing | None]" = field(default_factory=dict, init=False, repr=False)
+    _loops: dict[Cut, tuple[Loop, ...]] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def loops(self) -> tuple[Loop, ...]:
-        """The groups as the CPU path multiplies them, cut once a step and shared by all its layers."""
-        return cut(self.groups, self.slot_ranks)
+    def loops(self, cut: Cut) -> tuple[Loop, ...]:
+        """The groups as the CPU path multiplies them, cut once a step and shared by all its layers of one kind."""
+        found = self._loops.get(cut)
+        if found is None:
+            found = self._loops[cut] = loops(self.groups, self.slot_ranks, cut)
+        return found
 
     @cached_property
     def slots(self) -> frozenset[int]:
@@ -86,8 +95,8 @@ class Routing:
         return torch.tensor(rows, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
 
     def stack_dtype(self, activations: torch.dtype) -> torch.dtype:
-        """Data type of the slot tensors for activations of a data type: fp32 on the CPU, else the same."""
-        return torch.float32 if self.path == "cpu" else activations
+        """Data type of the slot tensors for activations of a data type."""
+        return cpu_stack_dtype(activations) if self.path == "cpu" else activations
 
     def among(self, slots: frozenset[int]) -> "Routing | None":
         """The part of the step that uses some of these slots, or None where no row does.

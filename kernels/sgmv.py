@@ -36,8 +36,7 @@ def sgmv(
         v = x[r] @ a_stack[s, p*R : (p+1)*R].T           (fp32 accumulation, one rounding: see below)
         y[r, c] += v @ b_stack[s, c].T                   (fp32 accumulation, one rounding into y)
 
-    v is rounded to B's type on a device, and to bf16 in long bf16 groups on the CPU, which else keeps it in fp32. The
-    CPU keeps copies of such groups' stacks, so stacks must be written by torch's operators, not past them.
+    v is rounded to B's type on a device, and to bf16 in long bf16 groups on the CPU, which else keeps it in fp32.
 
     Rows at or after `routing.end` are neither read nor written; nothing runs when `end` is 0. The adapter's scale is
     already part of B. Of a slot in use, rows of A and columns of B past its true rank must be zero: they are skipped
@@ -46,7 +45,7 @@ def sgmv(
     Args:
         x: Activations `[T, K]`, bf16, fp16 or fp32, rows grouped by adapter, base rows last.
         a_stack: One A per slot `[N, S*R, K]`: the S projections of a fused site one below the other, each padded to R
-            rows. fp32 on the CPU, x's dtype on a device (`routing.stack_dtype`).
+            rows. x's dtype; for fp16 on the CPU fp32 (`routing.stack_dtype`).
         b_stack: One B per slot `[N, OUT, R]`, same dtype as a_stack.
         y: The base layer's output `[T, OUT]`, x's dtype, updated in place.
         routing: The step's routing, on x's device. A graph is captured with one that has adapter rows, and replayed
@@ -188,7 +187,7 @@ def _check_stack(name: str, stack: Tensor, rank: int, rows_name: str, rows: Tens
     if stack.dtype != expected:
         raise ValueError(
             f"{name} is {stack.dtype} and {rows_name} {rows.dtype}, expected {name} in {expected}: "
-            "fp32 on the CPU, the activations' dtype on a device"
+            "the activations' dtype, but fp32 for fp16 on the CPU"
         )
     if not rows.device == stack.device == routing.buffer.device:
         raise ValueError(

@@ -1,5 +1,7 @@
 /* SGMV on the CPU: every weight is read once, in the order it lies in, straight from the stacks.
  *
+ * Activations and weights are of one type, fp32 or bf16; what is between, v, and all sums are fp32.
+ *
  * For each group with slot s and rows r, and each projection p with columns c of the output:
  *     v = x[r] @ a[s, p*R : p*R + rank].T          (fp32)
  *     y[r, c] += v @ b[s, c, : rank].T             (fp32, one rounding into y)
@@ -9,6 +11,10 @@
  */
 #include "native_vectors.h"
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 enum { LANES = 16, MAX_RANK = 256, TILE = 16 * MAX_RANK /* values of B that are turned at once: 16 KB */ };
 
 typedef struct {
@@ -17,16 +23,35 @@ typedef struct {
 
 /* One call, as `kernels.sgmv_native` packs it: no padding between the fields. */
 typedef struct {
-    const void *x;         /* [T, width], rows x_stride values apart; or NULL, where scratch begins with the low-rank rows */
+    const void *x;         /* [T, width], rows x_stride values apart; or NULL, where scratch holds the low-rank rows */
     void *y;               /* [T, out], rows y_stride values apart */
-    const float *a;        /* [N, projections * max_rank, width] */
-    const float *b;        /* [N, out, max_rank] */
+    const void *a;         /* [N, projections * max_rank, width] */
+    const void *b;         /* [N, out, max_rank] */
     const Group *groups;   /* [num_groups], none of rank 0, together all T rows */
     const int32_t *slices; /* [projections], adding up to out */
-    float *scratch;        /* [T, projections * max_rank], then, for bf16, [T, width] */
+    float *scratch;        /* [T, projections * max_rank] */
     int64_t x_stride, y_stride;
     int32_t dtype, width, out, max_rank, projections, num_groups, num_threads, unused;
 } Call;
+
+/* What is read of x, a, b and y. The type is always a constant where these are called, and so chosen by the compiler. */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE const void *at(const void *values, int dtype, int64_t index) {
+    return dtype == FP32 ? (const void *)((const float *)values + index) : (const void *)((const uint16_t *)values + index);
+}
+
+INLINE float value(const void *values, int dtype, int64_t index) {
+    return dtype == FP32 ? ((const float *)values)[index] : widened(((const uint16_t *)values)[index]);
+}
+
+INLINE f8 values8(const void *values, int dtype, int64_t index) {
+    return dtype == FP32 ? *(const f8 *)((const float *)values + index) : widened8((const uint16_t *)values + index);
+}
+
+INLINE f4 values4(const void *values, int dtype, int64_t index) {
+    return dtype == FP32 ? *(const f4 *)((const float *)values + index) : widened4((const uint16_t *)values + index);
+}
 
 static inline float sum16(f16 v) {
     f4 p[4];
@@ -35,114 +60,124 @@ static inline float sum16(f16 v) {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-/* v[n][m] = x[n] . a[m] for N rows and M rank rows; each is added up as if it were alone. */
-#define DOTS(NAME, N, M)                                                                                               \
-    static inline void NAME(const float *x, int64_t x_stride, const float *a, int width, float *v, int64_t v_stride) { \
+/* v[n][m] = x[n] . a[m] for N rows and M rank rows; each is added up as if it were alone. `STEP` values make a VECTOR. */
+#define DOTS(NAME, DTYPE, N, M, STEP, VECTOR, LOAD, ADD)                                                               \
+    static inline void NAME(const void *x, int64_t x_stride, const void *a, int width, float *v, int64_t v_stride) {   \
         f16 sums[N][M];                                                                                                \
         for (int n = 0; n < N; n++)                                                                                    \
             for (int m = 0; m < M; m++) sums[n][m] = (f16){0};                                                         \
         int k = 0;                                                                                                     \
-        for (; k + LANES <= width; k += LANES) {                                                                       \
-            f16 weights[M];                                                                                            \
-            for (int m = 0; m < M; m++) weights[m] = *(const f16 *)(a + (int64_t)m * width + k);                       \
+        for (; k + STEP <= width; k += STEP) {                                                                         \
+            VECTOR weights[M];                                                                                         \
+            for (int m = 0; m < M; m++) weights[m] = LOAD(at(a, DTYPE, (int64_t)m * width + k));                       \
             for (int n = 0; n < N; n++) {                                                                              \
-                f16 row = *(const f16 *)(x + n * x_stride + k);                                                        \
-                for (int m = 0; m < M; m++) sums[n][m] += row * weights[m];                                            \
+                VECTOR row = LOAD(at(x, DTYPE, n * x_stride + k));                                                     \
+                for (int m = 0; m < M; m++) ADD(sums[n][m], row, weights[m]);                                          \
             }                                                                                                          \
         }                                                                                                              \
         for (int n = 0; n < N; n++)                                                                                    \
             for (int m = 0; m < M; m++) {                                                                              \
                 float sum = sum16(sums[n][m]);                                                                         \
-                for (int rest = k; rest < width; rest++) sum += x[n * x_stride + rest] * a[(int64_t)m * width + rest]; \
+                for (int rest = k; rest < width; rest++)                                                               \
+                    sum += value(x, DTYPE, n * x_stride + rest) * value(a, DTYPE, (int64_t)m * width + rest);          \
                 v[n * v_stride + m] = sum;                                                                             \
             }                                                                                                          \
     }
-DOTS(dots_1x1, 1, 1)
-DOTS(dots_1x4, 1, 4)
-DOTS(dots_4x1, 4, 1)
-DOTS(dots_4x4, 4, 4)
+#define ALL_DOTS(NAME, DTYPE, STEP, VECTOR, LOAD, ADD)                                                                 \
+    DOTS(NAME##_1x1, DTYPE, 1, 1, STEP, VECTOR, LOAD, ADD)                                                             \
+    DOTS(NAME##_1x4, DTYPE, 1, 4, STEP, VECTOR, LOAD, ADD)                                                             \
+    DOTS(NAME##_4x1, DTYPE, 4, 1, STEP, VECTOR, LOAD, ADD)                                                             \
+    DOTS(NAME##_4x4, DTYPE, 4, 4, STEP, VECTOR, LOAD, ADD)
 
-static inline void add8(void *y, int dtype, int64_t at, f8 delta) {
+#define LOAD_FP32(from) (*(const f16 *)(from))
+#define ADD_FP32(sum, row, weights) (sum += (row) * (weights))
+ALL_DOTS(dots_fp32, FP32, 16, f16, LOAD_FP32, ADD_FP32)
+#ifdef __AVX512BF16__
+/* Products of pairs of bf16 values, added in fp32: twice the products of an fp32 instruction, and nothing to widen. */
+#define LOAD_BF16(from) ((__m512bh)_mm512_loadu_si512(from))
+#define ADD_BF16(sum, row, weights) (sum = (f16)_mm512_dpbf16_ps((__m512)(sum), row, weights))
+ALL_DOTS(dots_bf16, BF16, 32, __m512bh, LOAD_BF16, ADD_BF16)
+#else
+#define LOAD_BF16(from) widened16(from)
+ALL_DOTS(dots_bf16, BF16, 16, f16, LOAD_BF16, ADD_FP32)
+#endif
+
+INLINE void add8(void *y, int dtype, int64_t index, f8 delta) {
     if (dtype == FP32)
-        *(f8 *)((float *)y + at) += delta;
+        *(f8 *)((float *)y + index) += delta;
     else
-        round8((uint16_t *)y + at, widened8((const uint16_t *)y + at) + delta);
+        round8((uint16_t *)y + index, values8(y, BF16, index) + delta);
 }
 
-static inline void add1(void *y, int dtype, int64_t at, float delta) {
+INLINE void add1(void *y, int dtype, int64_t index, float delta) {
     if (dtype == FP32)
-        ((float *)y)[at] += delta;
+        ((float *)y)[index] += delta;
     else
-        ((uint16_t *)y)[at] = rounded(widened(((uint16_t *)y)[at]) + delta);
+        ((uint16_t *)y)[index] = rounded(value(y, BF16, index) + delta);
 }
 
-/* One thread's share of rows of x, widened to fp32. */
-static void widen(const Call *call, int64_t num_rows, float *rows, int thread, int threads) {
-    for (int64_t row = num_rows * thread / threads; row < num_rows * (thread + 1) / threads; row++) {
-        const uint16_t *from = (const uint16_t *)call->x + row * call->x_stride;
-        float *to = rows + row * call->width;
-        int k = 0;
-        for (; k + 8 <= call->width; k += 8) *(f8 *)(to + k) = widened8(from + k);
-        for (; k < call->width; k++) to[k] = widened(from[k]);
-    }
-}
+typedef void Dots(const void *x, int64_t x_stride, const void *a, int width, float *v, int64_t v_stride);
 
 /* One thread's share of a group's rank rows of all projections. */
-static void shrink(const Call *call, Group group, const float *rows, int64_t stride, float *low, int thread, int threads) {
+static void shrink(const Call *call, Group group, float *low, int thread, int threads) {
+    static Dots *const dots[2][4] = {{dots_fp32_1x1, dots_fp32_1x4, dots_fp32_4x1, dots_fp32_4x4},
+                                     {dots_bf16_1x1, dots_bf16_1x4, dots_bf16_4x1, dots_bf16_4x4}};
     int num_rows = group.stop - group.start, width = call->width, live = call->projections * group.rank;
-    int64_t low_stride = (int64_t)call->projections * call->max_rank;
-    const float *a = call->a + (int64_t)group.slot * low_stride * width;
+    int64_t stride = call->x_stride, low_stride = (int64_t)call->projections * call->max_rank;
+    const void *rows = at(call->x, call->dtype, group.start * stride);
+    const void *a = at(call->a, call->dtype, group.slot * low_stride * width);
     int index = live * thread / threads, last = live * (thread + 1) / threads;
     while (index < last) {
         int j = index % group.rank, left = group.rank - j < last - index ? group.rank - j : last - index;
-        int count = left >= 4 ? 4 : 1;
+        int count = left >= 4 ? 4 : 1, is_wide = count == 4;
         int64_t row = (int64_t)(index / group.rank) * call->max_rank + j;
-        const float *weights = a + row * width;
+        const void *weights = at(a, call->dtype, row * width);
         float *v = low + row;
-        int n = 0;
-        for (; n + 4 <= num_rows; n += 4)
-            (count == 4 ? dots_4x4 : dots_4x1)(rows + n * stride, stride, weights, width, v + n * low_stride, low_stride);
-        for (; n < num_rows; n++)
-            (count == 4 ? dots_1x4 : dots_1x1)(rows + n * stride, stride, weights, width, v + n * low_stride, low_stride);
+        for (int n = 0; n < num_rows;) {
+            int is_tall = n + 4 <= num_rows;
+            Dots *function = dots[call->dtype][2 * is_tall + is_wide];
+            function(at(rows, call->dtype, n * stride), stride, weights, width, v + n * low_stride, low_stride);
+            n += is_tall ? 4 : 1;
+        }
         index += count;
     }
 }
 
 /* b[i] . v for eight rows of B. */
-static inline f8 products8(const float *b, int64_t stride, const float *v, int rank) {
+INLINE f8 products8(const void *b, int dtype, int64_t stride, const float *v, int rank) {
     f8 result = {0};
     int j = 0;
     if (rank >= 8) {
         f8 p[8], low = *(const f8 *)v;
-        for (int i = 0; i < 8; i++) p[i] = *(const f8 *)(b + i * stride) * low;
+        for (int i = 0; i < 8; i++) p[i] = values8(b, dtype, i * stride) * low;
         for (j = 8; j + 8 <= rank; j += 8) {
             low = *(const f8 *)(v + j);
-            for (int i = 0; i < 8; i++) p[i] += *(const f8 *)(b + i * stride + j) * low;
+            for (int i = 0; i < 8; i++) p[i] += values8(b, dtype, i * stride + j) * low;
         }
         result = sums8(p);
     }
     if (j + 4 <= rank) {
         f4 p[8], low = *(const f4 *)(v + j);
-        for (int i = 0; i < 8; i++) p[i] = *(const f4 *)(b + i * stride + j) * low;
+        for (int i = 0; i < 8; i++) p[i] = values4(b, dtype, i * stride + j) * low;
         for (int i = 0; i < 8; i++) result[i] += (p[i][0] + p[i][1]) + (p[i][2] + p[i][3]);
         j += 4;
     }
     for (; j < rank; j++)
-        for (int i = 0; i < 8; i++) result[i] += b[i * stride + j] * v[j];
+        for (int i = 0; i < 8; i++) result[i] += value(b, dtype, i * stride + j) * v[j];
     return result;
 }
 
 /* Add 8 output columns to the few rows of a group, straight from B. */
-static inline void expand8(const Call *call, Group group, const float *b, const float *v, int column) {
+INLINE void expand8(const Call *call, int dtype, Group group, const void *b, const float *v, int column) {
     int64_t stride = (int64_t)call->projections * call->max_rank;
     for (int64_t row = group.start; row < group.stop; row++, v += stride)
-        add8(call->y, call->dtype, row * call->y_stride + column, products8(b, call->max_rank, v, group.rank));
+        add8(call->y, dtype, row * call->y_stride + column, products8(b, dtype, call->max_rank, v, group.rank));
 }
 
 /* turned[2 * j] = column j of 8 rows of B, for 8 columns. */
-static inline void turn8x8(const float *b, int64_t stride, f8 *turned) {
+INLINE void turn8x8(const void *b, int dtype, int64_t stride, f8 *turned) {
     f8 r[8], t[8], u[8];
-    for (int i = 0; i < 8; i++) r[i] = *(const f8 *)(b + i * stride);
+    for (int i = 0; i < 8; i++) r[i] = values8(b, dtype, i * stride);
     for (int i = 0; i < 8; i += 2) {
         t[i] = PICK(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
         t[i + 1] = PICK(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
@@ -160,19 +195,21 @@ static inline void turn8x8(const float *b, int64_t stride, f8 *turned) {
 }
 
 /* turned[2 * j], turned[2 * j + 1] = column j of 16 rows of B, for `rank` columns and up to 7 more, which may be anything. */
-static inline void turn(const float *b, int64_t stride, int rank, f8 *turned) {
+INLINE void turn(const void *b, int dtype, int64_t stride, int rank, f8 *turned) {
     int j = 0;
     /* Columns past the rank are read where the row has them: they are turned, too, and not used. */
     for (; j < rank && j + 8 <= stride; j += 8) {
-        turn8x8(b + j, stride, turned + 2 * j);
-        turn8x8(b + 8 * stride + j, stride, turned + 2 * j + 1);
+        turn8x8(at(b, dtype, j), dtype, stride, turned + 2 * j);
+        turn8x8(at(b, dtype, 8 * stride + j), dtype, stride, turned + 2 * j + 1);
     }
     for (; j < rank; j++)
-        for (int i = 0; i < LANES; i++) ((float *)turned)[j * LANES + i] = b[i * stride + j];
+        for (int i = 0; i < LANES; i++) ((float *)turned)[j * LANES + i] = value(b, dtype, i * stride + j);
 }
 
 /* Add 16 output columns to `count` rows of y: 4 or 1. */
-static inline void add_rows(const Call *call, const f8 *turned, int rank, const float *v, int64_t row, int column, int count) {
+INLINE void add_rows(
+    const Call *call, int dtype, const f8 *turned, int rank, const float *v, int64_t row, int column, int count
+) {
     int64_t stride = (int64_t)call->projections * call->max_rank;
     f8 sums[4][2] = {0};
     for (int j = 0; j < rank; j++)
@@ -181,48 +218,52 @@ static inline void add_rows(const Call *call, const f8 *turned, int rank, const 
             sums[i][1] += turned[2 * j + 1] * v[i * stride + j];
         }
     for (int i = 0; i < count; i++) {
-        int64_t at = (row + i) * call->y_stride + column;
-        add8(call->y, call->dtype, at, sums[i][0]);
-        add8(call->y, call->dtype, at + 8, sums[i][1]);
+        int64_t index = (row + i) * call->y_stride + column;
+        add8(call->y, dtype, index, sums[i][0]);
+        add8(call->y, dtype, index + 8, sums[i][1]);
     }
 }
 
 /* Add `blocks` times 16 output columns to all rows of a group: as many as `TILE` holds of B. */
-static void expand_tile(const Call *call, Group group, const float *b, const float *v, int column, int blocks) {
+INLINE void expand_tile(
+    const Call *call, int dtype, Group group, const void *b, const float *v, int column, int blocks
+) {
     int64_t row = group.start, stride = (int64_t)call->projections * call->max_rank;
     int size = 2 * ((group.rank + 7) / 8 * 8);
     f8 turned[2 * TILE / LANES];
     for (int i = 0; i < blocks; i++)
-        turn(b + (int64_t)i * LANES * call->max_rank, call->max_rank, group.rank, turned + i * size);
+        turn(at(b, dtype, (int64_t)i * LANES * call->max_rank), dtype, call->max_rank, group.rank, turned + i * size);
     for (; row + 4 <= group.stop; row += 4, v += 4 * stride)
         for (int i = 0; i < blocks; i++)
-            add_rows(call, turned + i * size, group.rank, v, row, column + i * LANES, 4);
+            add_rows(call, dtype, turned + i * size, group.rank, v, row, column + i * LANES, 4);
     for (; row < group.stop; row++, v += stride)
         for (int i = 0; i < blocks; i++)
-            add_rows(call, turned + i * size, group.rank, v, row, column + i * LANES, 1);
+            add_rows(call, dtype, turned + i * size, group.rank, v, row, column + i * LANES, 1);
 }
 
 /* A group's output columns [first, last), all of one projection. */
-static void expand_columns(const Call *call, Group group, const float *low, int projection, int first, int last) {
+INLINE void expand_columns(
+    const Call *call, int dtype, Group group, const float *low, int projection, int first, int last
+) {
     int64_t stride = (int64_t)call->projections * call->max_rank, max_rank = call->max_rank;
-    const float *b = call->b + (int64_t)group.slot * call->out * max_rank;
+    const void *b = at(call->b, dtype, (int64_t)group.slot * call->out * max_rank);
     const float *v = low + (int64_t)projection * max_rank;
     int column = first;
     if (group.stop - group.start < 4) {
-        for (; column + 8 <= last; column += 8) expand8(call, group, b + column * max_rank, v, column);
+        for (; column + 8 <= last; column += 8) expand8(call, dtype, group, at(b, dtype, column * max_rank), v, column);
     } else {
         int most = TILE / LANES / ((group.rank + 7) / 8 * 8);
         while (column + LANES <= last) {
             int blocks = (last - column) / LANES < most ? (last - column) / LANES : most;
-            expand_tile(call, group, b + column * max_rank, v, column, blocks);
+            expand_tile(call, dtype, group, at(b, dtype, column * max_rank), v, column, blocks);
             column += blocks * LANES;
         }
     }
     for (; column < last; column++)
         for (int n = 0; n < group.stop - group.start; n++) {
             float sum = 0;
-            for (int j = 0; j < group.rank; j++) sum += b[column * max_rank + j] * v[n * stride + j];
-            add1(call->y, call->dtype, (group.start + n) * call->y_stride + column, sum);
+            for (int j = 0; j < group.rank; j++) sum += value(b, dtype, column * max_rank + j) * v[n * stride + j];
+            add1(call->y, dtype, (group.start + n) * call->y_stride + column, sum);
         }
 }
 
@@ -233,17 +274,19 @@ static void expand(const Call *call, Group group, const float *low, int thread, 
         int width = call->slices[p], blocks = (width + LANES - 1) / LANES;
         int first = blocks * thread / threads * LANES, last = blocks * (thread + 1) / threads * LANES;
         if (last > width) last = width;
-        if (first < last) expand_columns(call, group, low, p, offset + first, offset + last);
+        first += offset, last += offset;
+        if (first < last) {
+            if (call->dtype == FP32)
+                expand_columns(call, FP32, group, low, p, first, last);
+            else
+                expand_columns(call, BF16, group, low, p, first, last);
+        }
         offset += width;
     }
 }
 
 void lora_fleet_sgmv(const Call *call) {
-    int64_t num_rows = call->groups[call->num_groups - 1].stop, low_stride = (int64_t)call->projections * call->max_rank;
-    int is_fp32 = call->dtype == FP32;
-    float *low = call->scratch, *wide = low + num_rows * low_stride;
-    int64_t stride = is_fp32 ? call->x_stride : call->width;
-    const float *rows = is_fp32 ? (const float *)call->x : wide;
+    int64_t low_stride = (int64_t)call->projections * call->max_rank;
 #pragma omp parallel num_threads(call->num_threads) if (call->num_threads > 1)
     {
         int thread = 0, threads = 1;
@@ -252,19 +295,11 @@ void lora_fleet_sgmv(const Call *call) {
         threads = omp_get_num_threads();
 #endif
         if (call->x) {
-            if (!is_fp32) {
-                widen(call, num_rows, wide, thread, threads);
-#pragma omp barrier
-            }
-            for (int g = 0; g < call->num_groups; g++) {
-                Group group = call->groups[g];
-                shrink(call, group, rows + group.start * stride, stride, low + group.start * low_stride, thread, threads);
-            }
+            for (int g = 0; g < call->num_groups; g++)
+                shrink(call, call->groups[g], call->scratch + call->groups[g].start * low_stride, thread, threads);
 #pragma omp barrier
         }
-        for (int g = 0; g < call->num_groups; g++) {
-            Group group = call->groups[g];
-            expand(call, group, low + group.start * low_stride, thread, threads);
-        }
+        for (int g = 0; g < call->num_groups; g++)
+            expand(call, call->groups[g], call->scratch + call->groups[g].start * low_stride, thread, threads);
     }
 }

@@ -12,7 +12,7 @@ from kernels.loops import Loop, Segment
 from kernels.native import checked_functions
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Data types of x and y that it takes, with the numbers by which the C source knows them."""
+"""Data types that it takes, one for x, y and the stacks, with the numbers by which the C source knows them."""
 
 _CALL = struct.Struct("=7Q2q8i")
 """The struct `Call` of the C source."""
@@ -23,8 +23,8 @@ MAX_RANK = 256
 _SMALLEST_SHARE = 1 << 15
 """Products that a thread should have at least: about 5 us, three times what waking it up takes."""
 
-_TOLERANCE = 1e-4
-"""Of sums of 41 and 13 products of numbers about 1, in fp32."""
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-8}
+"""Of sums of 41 and 13 products of numbers about 1, added up in fp32: those of bf16, but for the result's rounding."""
 
 
 def sgmv_native(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, loop: Loop, slices: tuple[int, ...]) -> None:
@@ -32,8 +32,8 @@ def sgmv_native(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, loop: Lo
 
     Args:
         x: The loop's rows of activations `[rows, K]`, fp32 or bf16.
-        a_stack: fp32 `[N, S*R, K]`, contiguous.
-        b_stack: fp32 `[N, OUT, R]`, contiguous; R is at most `MAX_RANK`.
+        a_stack: `[N, S*R, K]`, x's dtype, contiguous.
+        b_stack: `[N, OUT, R]`, x's dtype, contiguous; R is at most `MAX_RANK`.
         y: The loop's rows `[rows, OUT]`, x's dtype, updated in place with one rounding.
         loop: Their slots.
         slices: Output widths of the S projections; they add up to OUT.
@@ -46,8 +46,8 @@ def expand_native(low: Tensor, b_stack: Tensor, y: Tensor, loop: Loop) -> None:
 
     Args:
         low: fp32 `[rows, R]`, contiguous; columns past a slot's true rank may hold anything.
-        b_stack: fp32 `[N, OUT, R]`, contiguous; R is at most `MAX_RANK`.
-        y: The loop's rows `[rows, OUT]`, fp32 or bf16, updated in place with one rounding.
+        b_stack: `[N, OUT, R]`, fp32 or bf16, contiguous; R is at most `MAX_RANK`.
+        y: The loop's rows `[rows, OUT]`, b_stack's dtype, updated in place with one rounding.
         loop: Their slots.
     """
     _, out, max_rank = b_stack.shape
@@ -62,13 +62,13 @@ def _call(
     function: Any, x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, loop: Loop, slices: tuple[int, ...]
 ) -> None:
     (num_rows, width), (_, out, max_rank), projections = x.shape, b_stack.shape, len(slices)
-    dtype = DTYPES[x.dtype]
-    scratch = torch.empty(num_rows * (projections * max_rank + (width if dtype else 0)))
+    scratch = torch.empty(num_rows * projections * max_rank)
     # In the order of the C source's struct.
     packed = _CALL.pack(
         x.data_ptr(), y.data_ptr(), a_stack.data_ptr(), b_stack.data_ptr(), loop.array[0], _int32(slices)[0],
         scratch.data_ptr(), x.stride(0), y.stride(0),
-        dtype, width, out, max_rank, projections, len(loop.segments), _num_threads(loop, projections * width + out), 0,
+        DTYPES[x.dtype], width, out, max_rank, projections,
+        len(loop.segments), _num_threads(loop, projections * width + out), 0,
     )  # fmt: skip
     function(packed)
 
@@ -91,22 +91,26 @@ def sgmv_function() -> Any | None:
 
 
 def _fault(functions: tuple[Any, ...]) -> str | None:
-    """What is wrong with the function, found by a small product; None where it is right."""
+    """What is wrong with the function, found by a small product in each data type; None where it is right."""
     (function,) = functions
     slices, rank, slots = (9, 24), 13, ((1, 0, 1, 13), (0, 1, 6, 5))
-    with torch.inference_mode(False), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        x, a, b, y = (torch.randn(size, generator=generator) for size in ((6, 41), (2, 26, 41), (2, 33, 13), (6, 33)))
-        expected = y.double()
-        for slot, start, stop, live in slots:
-            for p, (target, weights) in enumerate(
-                zip(expected.split_with_sizes(slices, 1), b[slot].split_with_sizes(slices), strict=True)
-            ):
-                low = x[start:stop].double() @ a[slot, p * rank : p * rank + live].double().t()
-                target[start:stop] += low @ weights[:, :live].double().t()
-        _call(function, x, a, b, y, Loop(tuple(Segment(*slot) for slot in slots)), slices)
-        wrong = float((y.double() - expected).abs().max())
-    return None if wrong < _TOLERANCE else f"a product of its differs by {wrong:g} from what is right"
+    for dtype, tolerance in _TOLERANCES.items():
+        with torch.inference_mode(False), torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            sizes = (6, 41), (2, 26, 41), (2, 33, 13), (6, 33)
+            x, a, b, y = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+            expected = y.double()
+            for slot, start, stop, live in slots:
+                for p, (target, weights) in enumerate(
+                    zip(expected.split_with_sizes(slices, 1), b[slot].split_with_sizes(slices), strict=True)
+                ):
+                    low = x[start:stop].double() @ a[slot, p * rank : p * rank + live].double().t()
+                    target[start:stop] += low @ weights[:, :live].double().t()
+            _call(function, x, a, b, y, Loop(tuple(Segment(*slot) for slot in slots)), slices)
+            wrong = float(((y.double() - expected).abs() / expected.abs().clamp(min=1)).max())
+        if not wrong < tolerance:
+            return f"a product of its in {dtype} differs by {wrong:g} from what is right"
+    return None
 
 
 @lru_cache(maxsize=256)

@@ -32,7 +32,7 @@ def sgmv_swiglu(
 
     Args:
         x: Activations `[T, K]`, bf16, fp16 or fp32, rows grouped by adapter, base rows last.
-        a_stack: One A per slot `[N, 2*R, K]`, gate's rows first. fp32 on the CPU, x's dtype on a device.
+        a_stack: One A per slot `[N, 2*R, K]`, gate's rows first. x's dtype; for fp16 on the CPU fp32.
         b_stack: One B per slot `[N, 2*I, R]`, same dtype as a_stack.
         y: The base layer's output `[T, 2*I]`, x's dtype: gate, then up.
         routing: The step's routing, of as many rows, on x's device.

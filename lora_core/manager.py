@@ -20,7 +20,7 @@ from lora_core.model import LoRAModel
 from lora_core.parallel.slot_split import SlotSplit
 from lora_core.readiness import Readiness
 from lora_core.routing import RoutedRequest
-from lora_core.stacks import SlotStacks, TensorSpec
+from lora_core.stacks import SlotStacks, TensorSpec, stack_dtype
 from lora_core.staging import Staging
 from lora_core.store import AdapterStore
 from lora_core.targets import LoRASite, LoRATargetModule, lora_sites, stack_weights
@@ -108,11 +108,10 @@ class LoRAManagerV3(AdapterCatalogue):
         loader = AdapterLoader(table, store, self._reader.read, config.host_memory_bytes, times=times)
         super().__init__(config, table, loader, times)
         self._slots = table
-        # On CPU the kernels take fp32 stacks whatever the base's data type.
-        stack_dtype = torch.float32 if self.device.type == "cpu" else self.base_dtype
-        stacks = SlotStacks(self._sites, self.num_slots, config.max_lora_rank, stack_dtype)
+        dtype = stack_dtype(self.base_dtype, self.device)
+        stacks = SlotStacks(self._sites, self.num_slots, config.max_lora_rank, dtype)
         if split is not None:
-            split.open(self.num_slots, config.max_lora_rank, stack_dtype)
+            split.open(self.num_slots, config.max_lora_rank, dtype)
         self._inputs = LoRAInputs(stacks, self.max_groups, self.device, split)
         self.before_write: Callable[[], None] = lambda: None
         """Called by the thread that runs the model when an adapter has its slot, which another may have lost, before

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.schedule import cpu_stack_dtype
 from lora_core.module_weights import AdapterTensors, ModuleWeights
 from lora_core.slot_write import Move, Mover, SlotWrite, make_moves
 from lora_core.targets import LoRASite
@@ -15,6 +16,11 @@ from lora_core.types import LoRAType
 STACKS_PER_SITE = 3
 
 _GAIN_DTYPE = torch.float32
+
+
+def stack_dtype(base_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Data type of A and B in the slots of a device, for a base model's."""
+    return cpu_stack_dtype(base_dtype) if device.type == "cpu" else base_dtype
 
 
 class TensorSpec(NamedTuple):

@@ -11,6 +11,7 @@ from lora_core.config import EngineSettings, LoRAConfig
 from lora_core.errors import ConfigError
 from lora_core.memory_plan import EngineSizes, MemoryPlan, MemorySettings, gib
 from lora_core.models.decoder import DecoderConfig
+from lora_core.stacks import stack_dtype
 from lora_core.targets import lora_sites
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -26,7 +27,7 @@ def engine_sizes(
     itemsize = dtype.itemsize
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, intermediate = config.hidden_size, config.intermediate_size
-    stack_itemsize = 4 if device.type == "cpu" else itemsize
+    stack_itemsize = stack_dtype(dtype, device).itemsize
     sites = lora_sites(config.targets, config.projections, config.num_layers)
     ranks = {site: len(site.slices) * site.in_features + site.out_features for site in sites}
     attention = 3 * hidden + 2 * (query + 2 * kv) + query

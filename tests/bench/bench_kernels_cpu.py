@@ -8,11 +8,12 @@ of 30 layers, for `kernels.sgmv` and each peer in the form that is fastest there
     gather        each row's weights gathered, padded to the largest rank, then einsum (vLLM's way on the CPU)
     grouped_mm    torch.nn.functional.grouped_mm
 
-Weights are there in the form a method wants, bf16 or block-diagonal: the peers' made beforehand, and the copies that
-`kernels.sgmv` keeps for long bf16 groups in the first step, which counts as one of several.
+Weights are there in the form a method wants, fp32, bf16 or block-diagonal; `kernels.sgmv` has them as slots are, in the
+activations' data type.
 
 Every method's result is compared with the reference first; a wrong one is named and not timed. The floor is the live
-weights in fp32 read once at the machine's rate, or all products at its rate of them, and two dispatches a site.
+weights in the activations' data type read once at the machine's rate, or all products at its rate of them, and two
+dispatches a site.
 `--check` compares a few small points and times nothing.
 """
 
@@ -65,9 +66,9 @@ class Machine(NamedTuple):
 
     def floor_us(self, point: Point, weights: Weights) -> float:
         """Least time of one layer."""
-        groups = weights.live_bytes(point.slots())
-        read_s = groups / self.stream_rate
-        multiply_s = groups / 4 / point.adapters * point.rows / max(self.product_rate.values())
+        num_live = weights.num_live(point.slots())
+        read_s = num_live * point.dtype.itemsize / self.stream_rate
+        multiply_s = num_live / point.adapters * point.rows / max(self.product_rate.values())
         return 1e6 * (max(read_s, multiply_s) + 2 * len(weights.sites) * self.dispatch_s)
 
 

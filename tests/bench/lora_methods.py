@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import Routing, sgmv
+from kernels.loops import Cut
 from tests.bench.lora_weights import Site, Weights
 
 
@@ -53,11 +54,12 @@ class Ours:
         if shape != self._shape:
             self._shape, self._checked = shape, set()
         self._routing = replace(step.routing)
-        _ = self._routing.loops
+        for site in self._weights.sites:
+            self._routing.loops(Cut(step.dtype == torch.bfloat16, sum(site.slices), len(site.slices)))
 
     def add(self, x: Tensor, y: Tensor, layer: int, site: int) -> None:
         """One call; its arguments are checked at the first of its shape, as a LoRA layer has it."""
-        a, b = self._weights.fp32[layer][site]
+        a, b = self._weights.in_dtype(x.dtype)[layer][site]
         key = layer, site
         sgmv(x, a, b, y, self._routing, self._weights.sites[site].slices, check=key not in self._checked)
         self._checked.add(key)

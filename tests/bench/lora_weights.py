@@ -57,12 +57,13 @@ class Weights:
         # As the product's stacks: made outside of inference mode, in which they could not be written to.
         with torch.inference_mode(False):
             self.fp32 = [[Stacks(a.clone(), b.clone()) for a, b in first] for _ in range(num_layers)]
-        """By layer and site: what `kernels.sgmv` reads."""
+        """By layer and site."""
 
     @cached_property
     def bf16(self) -> list[list[Stacks]]:
-        """The same numbers for methods that multiply in bf16."""
-        return [[Stacks(a.bfloat16(), b.bfloat16()) for a, b in layer] for layer in self.fp32]
+        """The same numbers in bf16."""
+        with torch.inference_mode(False):
+            return [[Stacks(a.bfloat16(), b.bfloat16()) for a, b in layer] for layer in self.fp32]
 
     def in_dtype(self, dtype: torch.dtype) -> list[list[Stacks]]:
         """By layer and site, in fp32 or bf16."""
@@ -85,10 +86,10 @@ class Weights:
         """By layer and site, in fp32 or bf16."""
         return self.diagonal_fp32 if dtype == torch.float32 else self.diagonal_bf16
 
-    def live_bytes(self, slots: Sequence[int]) -> int:
-        """Size in fp32 of one layer's true ranks in these slots: what any method has to read."""
+    def num_live(self, slots: Sequence[int]) -> int:
+        """Weights of one layer's true ranks in these slots: what any method has to read."""
         features = sum(len(site.slices) * site.in_features + sum(site.slices) for site in self.sites)
-        return 4 * features * sum(self.slot_ranks[slot] for slot in slots)
+        return features * sum(self.slot_ranks[slot] for slot in slots)
 
 
 def slot_bytes(sites: Sequence[Site], rank: int) -> int:

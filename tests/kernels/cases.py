@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import Routing, build_routing, reference, sgmv, sgmv_swiglu
+from kernels.schedule import cpu_stack_dtype
 
 POPULARITIES = ("identical", "uniform", "zipf:1.5", "distinct")
 
@@ -99,7 +100,7 @@ def make_case(
     """Build a batch of groups `(slot, rows)`, then `base_rows` base rows.
 
     What may not matter is NaN: the base rows of x, the slots that no group uses, and, for Triton (`block_m` given), A's
-    rows past a slot's rank and B's columns past the next multiple of 8. Without `block_m` the stacks are fp32.
+    rows past a slot's rank and B's columns past the next multiple of 8. Without `block_m` stacks for fp16 are fp32.
     """
     generator = torch.Generator().manual_seed(seed)
     num_slots, projections, out = len(ranks), len(slices), sum(slices)
@@ -123,7 +124,7 @@ def make_case(
         b_stack[slot, :, -(-rank // 8) * 8 :] = padding
         if slot not in {used for used, rows in groups if rows}:
             a_stack[slot], b_stack[slot] = nan, nan
-    stack_dtype = dtype if block_m else torch.float32
+    stack_dtype = dtype if block_m else cpu_stack_dtype(dtype)
     return Case(
         x=x.to(device, dtype),
         a_stack=a_stack.view(num_slots, -1, in_features).to(device, stack_dtype),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import Routing, build_routing, reference, sgmv_embed
+from kernels.schedule import cpu_stack_dtype
 from tests.kernels import interpreter
 from tests.kernels.cases import DEVICE, POPULARITIES, popular_groups
 
@@ -79,7 +80,7 @@ def embed_case(
             stack[slot, :, -(-rank // 8) * 8 :] = padding
             if slot not in used:
                 stack[slot] = float("nan")
-    device, stack_dtype = (DEVICE, dtype) if block_m else (CPU, torch.float32)
+    device, stack_dtype = (DEVICE, dtype) if block_m else (CPU, cpu_stack_dtype(dtype))
     return EmbedCase(
         ids.to(device),
         a_stack.to(device, stack_dtype),

@@ -3,7 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.loops import MAX_SHORT_ROWS, Segment, cut
+from kernels.loops import MAX_SHORT_ROWS, MIN_LONG_ROWS, Cut, loops
+
+FP32 = Cut(is_bf16=False, out=576, projections=1)
 
 GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 300)), max_size=12)
 
@@ -18,45 +20,60 @@ def groups_of(slots_and_lengths: list[tuple[int, int]]) -> list[tuple[int, int, 
 
 
 def test_a_decode_step_is_one_loop() -> None:
-    (loop,) = cut(groups_of([(slot, 1) for slot in (7, 3, 12, 0)]), [8] * 16)
+    (loop,) = loops(groups_of([(slot, 1) for slot in (7, 3, 12, 0)]), [8] * 16, FP32)
     assert (loop.start, loop.stop, loop.lengths, loop.is_short) == (0, 4, (1, 1, 1, 1), True)
     assert list(loop.array[1]) == [7, 0, 1, 8, 3, 1, 2, 8, 12, 2, 3, 8, 0, 3, 4, 8]
 
 
 def test_rows_of_a_loop_count_from_its_first_one() -> None:
-    _, loop = cut([(1, 0, 4), (2, 4, 6), (3, 7, 9), (0, 9, 12)], [5, 8, 0, 8])
+    _, loop = loops([(1, 0, 4), (2, 4, 6), (3, 7, 9), (0, 9, 12)], [5, 8, 0, 8], FP32)
     assert (loop.start, loop.stop, loop.num_rank_rows) == (7, 12, 2 * 8 + 3 * 5)
     assert list(loop.array[1]) == [3, 0, 2, 8, 0, 2, 5, 5]
 
 
 def test_long_groups_are_kept_apart_from_short_ones() -> None:
-    loops = cut(groups_of([(4, 72), (3, 900), (2, 71), (1, 2)]), [16] * 5)
-    assert [(loop.lengths, loop.is_short) for loop in loops] == [((72, 900), False), ((71, 2), True)]
+    found = loops(groups_of([(4, 64), (3, 900), (2, 63), (1, 2)]), [16] * 5, FP32)
+    assert [(loop.lengths, loop.is_short) for loop in found] == [((64, 900), False), ((63, 2), True)]
+
+
+def longest_short(cut: Cut) -> list[int]:
+    """Rows of the longest short group, by rank."""
+    return [max(rows for rows in range(1, 1000) if cut.is_short(rows, rank)) for rank in (1, 4, 8, 16, 64, 256)]
 
 
 def test_a_group_is_long_by_its_rows_and_its_rank() -> None:
-    def longest_short(rank: int) -> int:
-        return max(rows for rows in range(1, 1000) if Segment(0, 0, rows, rank).is_short)
+    assert longest_short(FP32) == [224, 111, 79, 63, 51, 48]
 
-    assert [longest_short(rank) for rank in (1, 2, 4, 8, 16, 32, 256)] == [224, 183, 119, 87, 71, 63, 56]
+
+def test_a_bf16_group_is_long_by_its_layer_too() -> None:
+    assert longest_short(Cut(is_bf16=True, out=576, projections=1)) == [224, 224, 224, 190, 56, 14]
+    assert longest_short(Cut(is_bf16=True, out=3072, projections=2)) == [214, 134, 89, 53, 15, 4]
+    assert longest_short(Cut(is_bf16=True, out=49152, projections=1)) == [8, 5, 4, 4, 4, 4]
 
 
 def test_groups_of_rank_zero_add_nothing() -> None:
-    assert cut([(1, 0, 4)], [8, 0]) == ()
+    assert loops([(1, 0, 4)], [8, 0], FP32) == ()
 
 
-@given(slots_and_lengths=GROUPS)
-def test_loops_hold_every_row_once_with_its_own_slot(slots_and_lengths: list[tuple[int, int]]) -> None:
+@given(slots_and_lengths=GROUPS, is_bf16=st.booleans(), out=st.integers(1, 5000), projections=st.integers(1, 3))
+def test_loops_hold_every_row_once_with_its_own_slot(
+    slots_and_lengths: list[tuple[int, int]], is_bf16: bool, out: int, projections: int
+) -> None:
+    cut = Cut(is_bf16, out, projections)
     slot_ranks = [slot % 5 for slot in range(16)]
     groups = groups_of(slots_and_lengths)
     found: dict[int, int] = {}
-    for loop in cut(groups, slot_ranks):
+    for loop in loops(groups, slot_ranks, cut):
         rows = range(loop.start, loop.stop)
         slots = [segment.slot for segment in loop.segments for _ in range(segment.start, segment.stop)]
         assert loop.lengths == tuple(segment.stop - segment.start for segment in loop.segments)
         assert all(segment.rank == slot_ranks[segment.slot] for segment in loop.segments)
-        assert all(segment.is_short == loop.is_short for segment in loop.segments)
+        assert all(
+            cut.is_short(length, segment.rank) is loop.is_short
+            for length, segment in zip(loop.lengths, loop.segments, strict=True)
+        )
         assert not loop.is_short or len(rows) <= MAX_SHORT_ROWS
+        assert loop.is_short or min(loop.lengths) >= MIN_LONG_ROWS
         assert not found.keys() & set(rows)
         found.update(zip(rows, slots, strict=True))
     assert found == {row: slot for slot, start, stop in groups if slot_ranks[slot] for row in range(start, stop)}

@@ -88,19 +88,27 @@ def test_a_compiler_that_fails_is_quoted(
     assert list(cache.iterdir()) == []
 
 
+RIGHT = {
+    "torch.float32": "*(f8 *)((float *)y + index) += delta;",
+    "torch.bfloat16": "round8((uint16_t *)y + index, values8(y, BF16, index) + delta);",
+}
+
+
+@pytest.mark.parametrize("dtype", RIGHT)
 def test_a_kernel_that_computes_wrongly_is_not_used(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dtype: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Path(sgmv_native.__file__).with_name(SOURCE).read_text()
     shutil.copy(Path(sgmv_native.__file__).with_name("native_vectors.h"), cache.parent)
     wrong = cache.parent / SOURCE
-    wrong.write_text(source.replace("*(f8 *)((float *)y + at) += delta;", "*(f8 *)((float *)y + at) -= delta;"))
+    wrong.write_text(source.replace(RIGHT[dtype], RIGHT[dtype].replace("delta", "delta / 2")))
     assert wrong.read_text() != source
     monkeypatch.setattr(native, "__file__", str(cache.parent / "native.py"))
     with caplog.at_level(logging.WARNING):
         assert torch.equal(product(), product())
     (record,) = caplog.records
     assert "sgmv_native.c, as compiled here, is not used" in record.message
+    assert f"a product of its in {dtype} differs" in record.message
 
 
 def test_a_cache_that_others_can_write_to_is_not_used(cache: Path) -> None:
@@ -130,7 +138,8 @@ def test_a_damaged_library_is_no_fault(cache: Path, caplog: pytest.LogCaptureFix
 def test_threads_change_no_bit(dtype: torch.dtype, num_threads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b, x, y = (
-        torch.randn(size, generator=generator) for size in ((3, 2 * 16, 576), (3, 1000, 16), (20, 576), (20, 1000))
+        torch.randn(size, generator=generator).to(dtype)
+        for size in ((3, 2 * 16, 576), (3, 1000, 16), (20, 576), (20, 1000))
     )
     routing = build_routing([2, 1, 0], [0, 1, 3, 20], [16, 9, 12], num_rows=20, max_groups=3, device=CPU)
     results = []
@@ -138,8 +147,8 @@ def test_threads_change_no_bit(dtype: torch.dtype, num_threads: int) -> None:
     for count in (1, num_threads):
         torch.set_num_threads(count)
         try:
-            results.append(y.to(dtype))
-            sgmv(x.to(dtype), a, b, results[-1], routing, (600, 400))
+            results.append(y.clone())
+            sgmv(x, a, b, results[-1], routing, (600, 400))
         finally:
             torch.set_num_threads(before)
     assert torch.equal(*results)
@@ -162,10 +171,10 @@ def test_nothing_past_the_rank_counts(
     max_rank, out = rank + spare, sum(slices)
     x = torch.randint(-2, 3, (rows, width), generator=generator).to(dtype)
     y = torch.randint(-2, 3, (rows, out), generator=generator).to(dtype)
-    a = torch.full((1, len(slices), max_rank, width), torch.nan)
-    b = torch.full((1, out, max_rank), torch.nan)
-    a[:, :, :rank] = torch.randint(-1, 2, (1, len(slices), rank, width), generator=generator).float()
-    b[:, :, :rank] = torch.randint(-1, 2, (1, out, rank), generator=generator).float()
+    a = torch.full((1, len(slices), max_rank, width), torch.nan, dtype=dtype)
+    b = torch.full((1, out, max_rank), torch.nan, dtype=dtype)
+    a[:, :, :rank] = torch.randint(-1, 2, (1, len(slices), rank, width), generator=generator)
+    b[:, :, :rank] = torch.randint(-1, 2, (1, out, rank), generator=generator)
     expected = y.double()
     for p, target in enumerate(expected.split_with_sizes(slices, 1)):
         low = x.double() @ a[0, p, :rank].double().t()
@@ -183,7 +192,7 @@ def test_bf16_is_rounded_as_torch_rounds() -> None:
     expected = (y.float() + delta).bfloat16()
     found = y.clone()
     segment = Segment(0, 0, y.shape[0], 1)
-    expand_native(delta.contiguous(), torch.ones(1, 256, 1), found, Loop((segment,)))
+    expand_native(delta.contiguous(), torch.ones(1, 256, 1, dtype=y.dtype), found, Loop((segment,)))
     is_number = ~expected.isnan()
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found[is_number], expected[is_number])

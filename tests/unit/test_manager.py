@@ -211,12 +211,15 @@ def test_a_failed_write_leaves_no_slot_behind(folders: dict[str, Path], monkeypa
     manager.check()
 
 
-def test_stacks_are_fp32_on_cpu_whatever_the_base_is(folders: dict[str, Path], dense: dict[str, TinyModel]) -> None:
+def test_stacks_have_the_bases_data_type(folders: dict[str, Path], dense: dict[str, TinyModel]) -> None:
     manager = make_manager(base_dtype=torch.bfloat16)
     wrapper = wrapped(manager, TinyModel().bfloat16())
     (ref,) = load(manager, folders, "full")
     manager.activate_adapter(ref)
-    assert {stack.dtype for stack in manager.input_buffers()[3:]} == {torch.float32}
+    dtypes = [stack.dtype for stack in manager.input_buffers()[3:]]
+    assert set(zip(dtypes[::3], dtypes[1::3], dtypes[2::3], strict=True)) == {
+        (torch.bfloat16, torch.bfloat16, torch.float32)
+    }, "A, B and the gain"
     x = random_rows(4).bfloat16()
     y = run(manager, wrapper, [Row(ref), Row(None)], [2, 2], x)
     with torch.inference_mode():

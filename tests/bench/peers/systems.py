@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_core.engine.process_environment import process_environment
 from tests.bench.peers.points import LONG_PROMPT_TOKENS, NEW_TOKENS, Point
 from tests.bench.peers.process import ROOT, Peer
 
@@ -89,7 +90,7 @@ class System:
             environment = vllm_environment(place)
         else:
             command = [sys.executable, "-m", f"tests.bench.peers.{self.program}"]
-            environment = {"OMP_NUM_THREADS": str(len(place.cores)), "HF_HUB_OFFLINE": "1"}
+            environment = {**process_environment(len(place.cores)), "HF_HUB_OFFLINE": "1"}
         return Peer(
             self.name, command, settings, environment=environment, cores=place.cores,
             log=place.folder / f"{self.name}-{dtype}.log", folder=place.folder if self.is_foreign else ROOT,

@@ -158,12 +158,13 @@ static inline int64_t place(const Call *call, const int32_t *table, int kv_head,
     return (page * call->block_size + token % call->block_size) * call->dim;
 }
 
-/* Have a page's tokens from `token` on read from memory: pages lie anywhere, and the processor foresees none of them. */
+/* Have a page's tokens from `token` on read from memory, as far as the second cache: pages lie anywhere, the processor
+ * foresees none of them, and its first cache can wait for too few lines at a time. */
 static inline __attribute__((always_inline)) void fetch(const Call *call, int dtype, int weigh, const int32_t *table,
                                                         int kv_head, int token) {
     int size = dtype == FP32 ? 4 : 2, count = call->block_size - token % call->block_size;
     const char *from = (const char *)call->cache + size * (weigh * call->plane + place(call, table, kv_head, token));
-    for (int byte = 0; byte < count * call->dim * size; byte += 64) __builtin_prefetch(from + byte);
+    for (int byte = 0; byte < count * call->dim * size; byte += 64) __builtin_prefetch(from + byte, 0, 2);
 }
 
 /* One unit: the g query heads of one KV head of one sequence. */

@@ -152,6 +152,21 @@ static inline float soften(const Call *call, float *scores, int count) {
     return sum + sum8(sums);
 }
 
+/* Where a page's tokens from `token` on begin in a plane of the cache. */
+static inline int64_t place(const Call *call, const int32_t *table, int kv_head, int token) {
+    int64_t page = (int64_t)table[token / call->block_size] * call->kv_heads + kv_head;
+    return (page * call->block_size + token % call->block_size) * call->dim;
+}
+
+/* Have a page's tokens from `token` on read from memory, as far as the second cache: pages lie anywhere, the processor
+ * foresees none of them, and its first cache can wait for too few lines at a time. */
+static inline __attribute__((always_inline)) void fetch(const Call *call, int dtype, int weigh, const int32_t *table,
+                                                        int kv_head, int token) {
+    int size = dtype == FP32 ? 4 : 2, count = call->block_size - token % call->block_size;
+    const char *from = (const char *)call->cache + size * (weigh * call->plane + place(call, table, kv_head, token));
+    for (int byte = 0; byte < count * call->dim * size; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+}
+
 /* One unit: the g query heads of one KV head of one sequence. */
 static inline __attribute__((always_inline)) void attend(const Call *call, int dtype, int sequence, int kv_head,
                                                          float *scratch) {
@@ -170,8 +185,11 @@ static inline __attribute__((always_inline)) void attend(const Call *call, int d
         for (int token = first; token < length;) {
             int offset = token % block_size, some = block_size - offset;
             if (some > length - token) some = length - token;
-            int64_t page = ((int64_t)table[token / block_size] * call->kv_heads + kv_head) * block_size;
-            take(call, dtype, weigh, q, out, scores + (token - first), padded, (page + offset) * dim, some);
+            if (token + some < length)
+                fetch(call, dtype, weigh, table, kv_head, token + some);
+            else if (!weigh)
+                fetch(call, dtype, 1, table, kv_head, first);
+            take(call, dtype, weigh, q, out, scores + (token - first), padded, place(call, table, kv_head, token), some);
             token += some;
         }
         if (!weigh)

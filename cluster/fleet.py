@@ -117,7 +117,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     service_ms: float | None = None
     """Measured: what a request in flight makes another one wait; None while not known."""
     stalled: frozenset[str] = frozenset()
-    """Names whose oldest request there makes no progress: no more are sent to it until one does."""
+    """Names (the base model's is `cluster.progress.BASE`) whose oldest request there makes no progress: no more are sent
+    to it until one does."""
     is_stalled: bool = False
     """Whether no request there makes progress: none are sent to it while another replica is there."""
     is_leaving: bool = False

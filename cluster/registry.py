@@ -159,8 +159,15 @@ class AdapterRegistry:
         return self._record(self._next_unwritten(), entry.unload_request())
 
     def repeat_load(self, name: str, only: Collection[str]) -> Change:
-        """Ask these replicas for a ready adapter once more: those that refused it try again."""
-        return self._record(self._next_unwritten(), self._entries[name].load_request(), only)
+        """Ask these replicas for a ready adapter once more, and to pin it where it is pinned: who refused it tries again.
+
+        Returns:
+            The load.
+        """
+        change = self._record(self._next_unwritten(), self._entries[name].load_request(), only)
+        if self._entries[name].pinned:
+            self.repeat_pin(name, only)
+        return change
 
     def note_content(self, name: str, report: LoadReport) -> None:
         """Note what a ready adapter is, as its first replica found it. Later ones must find the same."""
@@ -264,10 +271,9 @@ class AdapterRegistry:
         entry = msgspec.structs.replace(entry, pinned=pinned)
         return self._record(self._update(entry), entry.pin_request())
 
-    def repeat_pin(self, name: str, only: Collection[str] = ()) -> Change | None:
-        """Ask for a pin once more, of replicas that could not load the adapter before; None where it is not pinned."""
-        pin = self._entries[name].pin_request() if self._entries[name].pinned else None
-        return None if pin is None else self._record(self._next_unwritten(), pin, only)
+    def repeat_pin(self, name: str, only: Collection[str] = ()) -> Change:
+        """Ask these replicas, or all, once more to pin an adapter, or to unpin it, as it is to be."""
+        return self._record(self._next_unwritten(), self._entries[name].pin_request(), only)
 
     def set_min_copies(self, name: str, min_copies: int) -> AdapterEntry:
         """Change how many replicas should have an adapter in a slot at least. Raises AdapterNotFound."""

@@ -30,7 +30,7 @@ class AdapterOnReplica(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: Acknowledged
     tier: Tier
     error: str | None = None
-    """Why it is refused, or stalled."""
+    """Why it is refused, or stalled, or neither pinned nor unpinned as it should be."""
     num_running: int = 0
     num_waiting: int = 0
     oldest_idle_s: float = 0.0
@@ -172,7 +172,7 @@ def _on_replica(entry: AdapterEntry, member: Member) -> AdapterOnReplica:
     return AdapterOnReplica(
         acknowledged=acknowledged,
         tier=_tier(entry, member, acknowledged),
-        error=stalled or error,
+        error=stalled or error or _pin_fault(entry, member),
         num_running=0 if work is None else work.num_running,
         num_waiting=0 if work is None else work.num_waiting,
         oldest_idle_s=0.0 if work is None else work.oldest_idle_s,
@@ -187,6 +187,14 @@ def _word(entry: AdapterEntry, member: Member) -> tuple[Acknowledged, str | None
     if response.status is LoRAStatus.SUCCESS or gone:
         return "applied", None
     return "refused", text_of(response)
+
+
+def _pin_fault(entry: AdapterEntry, member: Member) -> str | None:
+    word = member.refusals.get(Topic(entry.name, is_pin=True))
+    # Where it is not served there is nothing to pin.
+    if word is None or word.response.status is LoRAStatus.PIN_NAME_NONEXISTENT:
+        return None
+    return f"{'not pinned' if entry.pinned else 'still pinned'}: {text_of(word.response)}"
 
 
 def _tier(entry: AdapterEntry, member: Member, acknowledged: Acknowledged) -> Tier:

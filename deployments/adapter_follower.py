@@ -78,6 +78,8 @@ class AdapterFollower:
         self._speaking = asyncio.Lock()
         self._unsaid: list[tuple[Step, LoRAResponse]] = []
         self._unsaid_changed = asyncio.Event()
+        # By name: loads that went well, and of which the router actor may not know what they found.
+        self._untold: dict[str, Step] = {}
         # While this replica joins: what it waits for, and the outcomes of its configuration, told all or none.
         self._joining: asyncio.Future[None] | None = None
         self._awaited: set[Step] = set()
@@ -197,9 +199,12 @@ class AdapterFollower:
     async def _register(self) -> None:
         async with self._speaking:
             # What is being changed is neither held nor not: the router says what is to come of it, or else it goes.
-            changing = self._lanes.disown()
+            # Nor is what nobody has compared with what the other replicas found.
+            changing = self._lanes.names | self._untold.keys()
             holding = {name: generation for name, generation in self._held.generations.items() if name not in changing}
             registration = await self._router.register(self._replica_id, holding, sorted(self._held.pinned - changing))
+            # Not before: while there is no router actor, what it once asked for is done all the same.
+            self._lanes.disown()
             self._unsaid.clear()
         self.router_name, self._lease_s = registration.router_name, registration.lease_s
         self._work_period_s, self._wishes_version = registration.work_period_s, NO_WISHES
@@ -231,6 +236,7 @@ class AdapterFollower:
                 # This replica is about to be replaced; where it is not, the engine's word is still needed.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self._note_untold(step, response)
         if step in self._configured:
             self._configured[step] = response
             self._judge_configuration()
@@ -238,6 +244,14 @@ class AdapterFollower:
             self._say(step, response)
         else:
             self._through(step)
+
+    def _note_untold(self, step: Step, response: LoRAResponse | None) -> None:
+        name, operation = step.change.request.lora_name, step.change.request.operation
+        if operation not in (LoRAOperation.LOAD, LoRAOperation.UNLOAD):
+            return
+        self._untold.pop(name, None)
+        if operation is LoRAOperation.LOAD and response is not None and response.status is LoRAStatus.SUCCESS:
+            self._untold[name] = step
 
     async def _apply(self, step: Step) -> LoRAResponse | None:
         if step.reason is None:
@@ -301,6 +315,10 @@ class AdapterFollower:
                 self._unsaid_changed.set()
                 raise
             del self._unsaid[: len(said)]
+            for step, _ in said:
+                name = step.change.request.lora_name
+                if self._untold.get(name) is step:
+                    del self._untold[name]
         given_up = [Step(unload, None, OTHER_CONTENT) for unload in unloads]
         self._awaited.update(given_up)
         for step in given_up:

@@ -179,7 +179,6 @@ class FleetOperations:
         ]
         if refusals:
             change = self._registry.repeat_load(name, refusals)
-            self._registry.repeat_pin(name, refusals)
             again, silent = await self._broadcast.answered(change)
             answers, late = {**answers, **again}, late + silent
         behind = {replica: text_of(answer) for replica, answer in failures(answers).items()}
@@ -229,8 +228,9 @@ class FleetOperations:
         answers, late = await self._broadcast.answered(change)
         staged = self._registry.finish_replace(name)
         self._members.end_swap(name)
-        # A replica that could not serve the generation before had nothing to pin.
-        self._registry.repeat_pin(name)
+        if self._registry.entries[name].pinned:
+            # A replica that could not serve the generation before had nothing to pin.
+            self._registry.repeat_pin(name)
         self._members.forget(staged.request.lora_name)
         self._broadcast.announce()
         behind = behind_swap(answers, late)

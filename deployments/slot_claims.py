@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
+from cluster.changes import Topic
 from cluster.entry import AdapterEntry
 from cluster.fleet import LoadOutcome
 from cluster.members import Members
 from cluster.registry import AdapterRegistry
-from cluster.verdict import judge_pin, text_of, words
+from cluster.verdict import failures, judge_pin, text_of, words
 from deployments.broadcast import Broadcast
 from deployments.turns import Turns
 from lora_core.errors import AdapterError, AdapterNotFound, EngineError, InvalidRequest, LoRAFleetError
@@ -59,7 +60,7 @@ class SlotClaims:
                 )
                 return LoadOutcome(status=status, message=str(error))
             if change is None:
-                return LoadOutcome(status=LoRAStatus.SUCCESS, message=f"adapter {name!r} is {done} already")
+                return await self._ask_those_behind(name, done)
             answers, late = await self._broadcast.answered(change)
             refusal = judge_pin(name, answers, late, self._broadcast.timeout_s)
             if refusal is None:
@@ -68,6 +69,23 @@ class SlotClaims:
             if pinned:
                 refusal = await self._take_pin_back(name, refusal)
             return LoadOutcome(status=refusal.status, message=text_of(refusal), per_replica=words(answers))
+
+    async def _ask_those_behind(self, name: str, done: str) -> LoadOutcome:
+        """Answer a pin or unpin that changes nothing. Replicas that have not done it are asked once more."""
+        topic, message = Topic(name, is_pin=True), f"adapter {name!r} is {done} already"
+        # Whenever it was asked for.
+        answers = self._broadcast.answers(topic, epoch=0)
+        done_on = answers.keys() - failures(answers)
+        behind = [member.replica_id for member in self._members.live if member.replica_id not in done_on]
+        if not behind:
+            return LoadOutcome(status=LoRAStatus.SUCCESS, message=message, per_replica=words(answers))
+        again, late = await self._broadcast.answered(self._registry.repeat_pin(name, behind))
+        answers = {**answers, **again}
+        refusal = judge_pin(name, answers, late, self._broadcast.timeout_s)
+        if refusal is not None:
+            message = f"{message}, but not everywhere: {text_of(refusal)}"
+        status = LoRAStatus.SUCCESS if refusal is None else refusal.status
+        return LoadOutcome(status=status, message=message, per_replica=words(answers))
 
     async def set_min_copies(self, name: str, min_copies: int) -> AdapterEntry:
         """Have an adapter in a slot of at least so many replicas.

@@ -25,7 +25,7 @@ def loaded(registry: AdapterRegistry, name: str, path: str) -> int:
     """Load an adapter to the end; returns its generation."""
     change = registry.begin_load(name, path)
     assert change is not None
-    return registry.commit_load(name).generation
+    return registry.commit_load(name, report(change.epoch, f"hash of {path}")).generation
 
 
 def report(generation: int, content_hash: str) -> LoadReport:
@@ -189,6 +189,24 @@ def test_catching_up_unloads_before_it_loads() -> None:
     assert [change.request.replace for change in changes] == [False, True, False], "old weights make room at once"
     assert [change.epoch for change in changes] == sorted(change.epoch for change in changes)
     assert [name for _, name, _ in brief(registry.catch_up({}))] == ["kept", "again", "coming"]
+
+
+def test_who_holds_an_adapter_of_unknown_content_is_asked_what_it_found() -> None:
+    registry = AdapterRegistry(static={"a": "/a"})
+    held = {"a": registry.entries["a"].generation, "b": loaded(registry, "b", "/b")}
+    (change,) = registry.catch_up(held)
+    assert brief([change]) == [("load", "a", held["a"])]
+    assert change.request.replace, "it is there already"
+    registry.note_content("a", report(held["a"], "hash of /a"))
+    assert registry.catch_up(held) == []
+
+
+def test_pins_end_before_others_begin(tmp_path: Path) -> None:
+    registry = AdapterRegistry()
+    held = {name: loaded(registry, name, f"/{name}") for name in "abc"}
+    registry.set_pin("a", True)
+    changes = brief(registry.catch_up(held, ["b", "c"]))
+    assert changes == [("unpin", "b", held["b"]), ("unpin", "c", held["c"]), ("pin", "a", held["a"])]
 
 
 def test_ready_adapters_survive_a_restart(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.changes import Change, Topic
-from cluster.fingerprint import folder_fingerprint
 from cluster.fleet import LastError, LoadOutcome
 from cluster.members import Members
 from cluster.registry import AdapterRegistry
@@ -25,8 +24,9 @@ from cluster.verdict import (
     words,
 )
 from deployments.broadcast import Broadcast
+from deployments.folder_looks import FolderLooks
 from deployments.turns import Turns
-from lora_core.errors import AdapterNameTaken, AdapterNotFound, InvalidAdapter, LoRAFleetError
+from lora_core.errors import AdapterNameTaken, AdapterNotFound, InvalidAdapter, LoRAFleetError, RequestTimeout
 from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ STATUSES: Mapping[type[LoRAFleetError], LoRAStatus] = {
     AdapterNameTaken: LoRAStatus.LOAD_NAME_EXISTS,
     AdapterNotFound: LoRAStatus.UNLOAD_NAME_NONEXISTENT,
     InvalidAdapter: LoRAStatus.LOAD_INVALID_ADAPTER,
+    RequestTimeout: LoRAStatus.UNAVAILABLE,
 }
 """What a refusal of a load or unload before any replica hears of it is answered as."""
 
@@ -48,13 +49,15 @@ class Loading:
 
     path: str
     in_place: bool
+    path_is_final: bool
     begun: bool = False
     """Its turn has come: files that change from here on may not be those it loads."""
     task: "asyncio.Task[LoadOutcome]" = field(init=False)
 
-    def includes(self, path: str, in_place: bool) -> bool:
+    def includes(self, later: "Loading") -> bool:
         """Whether this load does what a later one asks for."""
-        return (self.path, self.in_place) == (path, in_place) and not (in_place and self.begun)
+        asked = (later.path, later.in_place, later.path_is_final)
+        return (self.path, self.in_place, self.path_is_final) == asked and not (self.in_place and self.begun)
 
 
 class FleetOperations:
@@ -73,17 +76,14 @@ class FleetOperations:
         members: The live replicas.
         broadcast: Brings changes to them.
         turns: Of the operations on each name.
-        lease_s: For so long after a start, replicas of before get the time to come back.
     """
 
-    def __init__(
-        self, registry: AdapterRegistry, members: Members, broadcast: Broadcast, turns: Turns, lease_s: float
-    ) -> None:
+    def __init__(self, registry: AdapterRegistry, members: Members, broadcast: Broadcast, turns: Turns) -> None:
         self._registry = registry
         self._members = members
         self._broadcast = broadcast
         self._turns = turns
-        self._first_member_by = time.monotonic() + lease_s
+        self._looks = FolderLooks()
         self._loads: dict[str, Loading] = {}
         self._errors: OrderedDict[str, LastError] = OrderedDict()
         # Names whose error is that some replicas have yet to follow.
@@ -99,11 +99,13 @@ class FleetOperations:
         """Name -> how the last operation on it failed, for the names whose last one did; the latest ones."""
         return self._errors
 
-    async def load(self, name: str, path: str, *, in_place: bool = False) -> LoadOutcome:
+    async def load(
+        self, name: str, path: str, *, in_place: bool = False, path_is_final: bool = False
+    ) -> LoadOutcome:
         """Load an adapter, or replace one in place; see `AdapterRouter.load`."""
-        loading = self._loads.get(name)
-        if loading is None or not loading.includes(path, in_place):
-            loading = self._loads[name] = Loading(path, in_place)
+        asked, loading = Loading(path, in_place, path_is_final), self._loads.get(name)
+        if loading is None or not loading.includes(asked):
+            loading = self._loads[name] = asked
             loading.task = self._turns.run(self._load(name, loading))
             loading.task.add_done_callback(lambda _: self._ended(name, loading))
         return await asyncio.shield(loading.task)
@@ -145,19 +147,19 @@ class FleetOperations:
     async def _load(self, name: str, loading: Loading) -> LoadOutcome:
         async with self._turns.turn(name):
             loading.begun = True
-            return self.note(name, await self._load_now(name, loading.path, loading.in_place))
+            return self.note(name, await self._load_now(name, loading))
 
-    async def _load_now(self, name: str, path: str, in_place: bool) -> LoadOutcome:
-        if not await self._broadcast.some_member(self._first_member_by):
+    async def _load_now(self, name: str, loading: Loading) -> LoadOutcome:
+        if not await self._broadcast.members_are_back():
             return LoadOutcome(
                 status=LoRAStatus.UNAVAILABLE,
                 message=f"adapter {name!r} was not loaded: no replica is running; try again once /v1/fleet shows one",
             )
-        # Before any replica reads the files: a change during the load shows as one, too.
-        fingerprint = await asyncio.to_thread(folder_fingerprint, path)
-        begin = self._registry.begin_replace if in_place else self._registry.begin_load
+        begin = self._registry.begin_replace if loading.in_place else self._registry.begin_load
         try:
-            change = begin(name, path, fingerprint)
+            path = loading.path if loading.path_is_final else await self._looks.spelling(loading.path)
+            # Before any replica reads the files: a change during the load shows as one, too.
+            change = begin(name, path, await self._looks.fingerprint(path))
         except LoRAFleetError as error:
             return _failed(error)
         if change is None:

@@ -48,6 +48,7 @@ class SlotClaims:
     async def set_pin(self, name: str, pinned: bool) -> LoadOutcome:
         """Pin or unpin an adapter on every replica; a pin that one refuses is taken back from all."""
         async with self._turns.turn(name):
+            await self._broadcast.members_are_back()
             done = "pinned" if pinned else "no longer pinned"
             try:
                 if pinned:
@@ -98,6 +99,7 @@ class SlotClaims:
         async with self._turns.turn(name):
             if min_copies < 1:
                 raise InvalidRequest(f"min_copies is {min_copies}; expected at least 1")
+            await self._broadcast.members_are_back()
             num_replicas = len(self._members.live)
             if min_copies > 1 and not num_replicas:
                 raise EngineError("no replica is running, so none can hold a copy; try again once /v1/fleet shows one")

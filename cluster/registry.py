@@ -162,11 +162,7 @@ class AdapterRegistry:
         return self._record(self._next_unwritten(), entry.unload_request())
 
     def repeat_load(self, name: str, only: Collection[str]) -> Change:
-        """Ask these replicas for a ready adapter once more, and to pin it where it is pinned: who refused it tries again.
-
-        Returns:
-            The load.
-        """
+        """Ask these replicas for a ready adapter once more, and to pin it where it is pinned; returns the load."""
         change = self._record(self._next_unwritten(), self.entries[name].load_request(), only)
         if self.entries[name].pinned:
             self.repeat_pin(name, only)

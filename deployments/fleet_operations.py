@@ -26,7 +26,14 @@ from cluster.verdict import (
 from deployments.broadcast import Broadcast
 from deployments.folder_looks import FolderLooks
 from deployments.turns import Turns
-from lora_core.errors import AdapterNameTaken, AdapterNotFound, InvalidAdapter, LoRAFleetError, RequestTimeout
+from lora_core.errors import (
+    AdapterNameTaken,
+    AdapterNotFound,
+    InvalidAdapter,
+    LoRAFleetError,
+    RequestTimeout,
+    RouterReplaced,
+)
 from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 
 logger = logging.getLogger(__name__)
@@ -299,6 +306,9 @@ def _unrecorded(name: str, error: LoRAFleetError) -> LoRAResponse:
 
 
 def _failed(error: LoRAFleetError) -> LoadOutcome:
+    if isinstance(error, RouterReplaced):
+        # Whoever asks finds the other router, and asks that one.
+        raise error
     status = next(
         (status for kind, status in STATUSES.items() if isinstance(error, kind)), LoRAStatus.UNSPECIFIED_ERROR
     )

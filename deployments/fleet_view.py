@@ -16,6 +16,10 @@ from deployments.load_notes import LoadNotes, ReplicaKey, Router
 
 logger = logging.getLogger(__name__)
 
+ABSENT = ReplicaState(is_stalled=True)
+"""A replica that its router actor does not know any more may lack what the others have been told: it gets requests only
+where no other replica can."""
+
 RETRY_S = 1.0
 """Pause after following a table has failed."""
 
@@ -32,7 +36,7 @@ class FleetView:
 
     During a rolling update replicas of two versions live side by side, each with a router actor of its own. A table
     is kept while a replica names its router, whether or not that is alive. All methods are called on one event loop,
-    but for `load_s` and `is_warm`.
+    but for `entry`, `load_s` and `is_warm`.
 
     Args:
         connect: Makes the source of a router actor's table, given the actor's Ray name.
@@ -132,8 +136,9 @@ class FleetView:
         return UNKNOWN if replica is None else replica.state
 
     def entry(self, adapter: str) -> AdapterEntry | None:
-        """The adapter as the fleet serves it; None where no table has it."""
-        entries = (table.adapters.get(adapter) for table in self._tables.values())
+        """The adapter as the fleet serves it; None where no table has it. May be called on any thread."""
+        # Other threads ask, too.
+        entries = (table.adapters.get(adapter) for table in list(self._tables.values()))
         return next((entry for entry in entries if entry is not None), None)
 
     @property
@@ -142,8 +147,8 @@ class FleetView:
         return self._clock() - min(self._taken_at.values()) if self._taken_at else None
 
     def is_warm(self, adapter: str) -> bool:
-        """Whether the adapter is in a slot somewhere. May be called on any thread."""
-        return any(adapter in replica.state.resident for replica in list(self._replicas.values()))
+        """Whether the adapter is in a slot where it can be served. May be called on any thread."""
+        return any(_is_warm(adapter, replica.state) for replica in list(self._replicas.values()))
 
     def load_s(self, adapter: str) -> float:
         """Seconds until the adapter can be in a slot somewhere, by the measured rate of the best place it is in.
@@ -152,7 +157,7 @@ class FleetView:
         """
         entry = self.entry(adapter)
         states = [replica.state for replica in list(self._replicas.values())]
-        if entry is None or any(adapter in state.resident for state in states):
+        if entry is None or any(_is_warm(adapter, state) for state in states):
             return 0.0
         known = [_load_s(adapter, entry, state) for state in states]
         return min((load_s for load_s in known if load_s is not None), default=0.0)
@@ -169,7 +174,7 @@ class FleetView:
         if table is None:
             return False
         before = self._before.get(key.router, {}).get(key.replica_id)
-        return self._replicas[key].take_row(before or table.replicas.get(key.replica_id, UNKNOWN))
+        return self._replicas[key].take_row(before or table.replicas.get(key.replica_id, ABSENT))
 
     def _show(self, key: ReplicaKey) -> None:
         replica = self._replicas[key]
@@ -188,10 +193,18 @@ class FleetView:
         self._board.set_copies(copies)
 
 
+def _can_serve(adapter: str, state: ReplicaState) -> bool:
+    return not (state.is_stalled or adapter in state.stalled or adapter in state.refused)
+
+
+def _is_warm(adapter: str, state: ReplicaState) -> bool:
+    return adapter in state.resident and _can_serve(adapter, state)
+
+
 def _load_s(adapter: str, entry: AdapterEntry, state: ReplicaState) -> float | None:
     """Seconds until one replica can have the adapter in a slot; None where that is not known."""
     tier = "host" if adapter in state.in_memory else "disk"
-    if adapter in state.refused or tier not in state.load_ms_per_mib or not entry.slot_bytes:
+    if not _can_serve(adapter, state) or tier not in state.load_ms_per_mib or not entry.slot_bytes:
         return None
     return state.load_ms_per_mib[tier] * entry.slot_bytes / 2**20 / 1000
 

@@ -10,7 +10,7 @@ from cluster.registry import AdapterRegistry
 from cluster.verdict import failures, judge_pin, text_of, words
 from deployments.broadcast import Broadcast
 from deployments.turns import Turns
-from lora_core.errors import AdapterError, AdapterNotFound, EngineError, InvalidRequest, LoRAFleetError
+from lora_core.errors import AdapterError, AdapterNotFound, EngineError, InvalidRequest, LoRAFleetError, RouterReplaced
 from lora_core.types import LoRAResponse, LoRAStatus
 
 PIN_STATUSES: Mapping[type[LoRAFleetError], LoRAStatus] = {
@@ -54,6 +54,8 @@ class SlotClaims:
                 if pinned:
                     self._check_total(name, pins=1)
                 change = self._registry.set_pin(name, pinned, self._most_pins())
+            except RouterReplaced:
+                raise
             except LoRAFleetError as error:
                 status = next(
                     (status for kind, status in PIN_STATUSES.items() if isinstance(error, kind)),

@@ -65,7 +65,7 @@ async def test_a_path_that_hangs_is_looked_at_by_one_thread_however_often_it_is_
         asked = [looks.fingerprint("/hung") for _ in range(3)]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(answer, RequestTimeout)
-            assert str(answer).startswith("the storage of '/hung' has not answered within 0.05 s; see to what is mounted")
+            assert "the storage of '/hung' has not answered within 0.05 s" in str(answer)
         assert await looks.fingerprint("/fine") == "files of /fine"
     assert (storage.asked.count("/hung"), threads_at("/hung")) == (1, 1)
     storage.answers.set()

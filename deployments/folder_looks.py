@@ -12,6 +12,9 @@ from lora_core.errors import RequestTimeout
 PATIENCE_S = 20.0
 """Longest wait for one look: longer than storage takes that is only busy."""
 
+THREADS = "look-at-folder"
+"""Name of the threads that look."""
+
 Seen = TypeVar("Seen")
 
 
@@ -42,8 +45,7 @@ class FolderLooks:
             seen = self._under_way[look, path] = loop.create_future()
             seen.add_done_callback(lambda seen: self._forget((look, path), seen))
             # Not of a pool, whose other work would wait for a thread that hangs, and whose process could not end.
-            name = f"look at {path}"
-            threading.Thread(target=_run, args=(loop, seen, look, path), name=name, daemon=True).start()
+            threading.Thread(target=_run, args=(loop, seen, look, path), name=THREADS, daemon=True).start()
         await asyncio.wait([seen], timeout=self._patience_s)
         if not seen.done():
             raise RequestTimeout(

@@ -74,12 +74,17 @@ class SlotClaims:
             return LoadOutcome(status=refusal.status, message=text_of(refusal), per_replica=words(answers))
 
     async def _ask_those_behind(self, name: str, done: str) -> LoadOutcome:
-        """Answer a pin or unpin that changes nothing. Replicas that have not done it are asked once more."""
+        """Answer a pin or unpin that changes nothing. Replicas that have joined, and have not done it, are asked again."""
         topic, message = Topic(name, is_pin=True), f"adapter {name!r} is {done} already"
         # Whenever it was asked for.
         answers = self._broadcast.answers(topic, epoch=0)
         done_on = answers.keys() - failures(answers)
-        behind = [member.replica_id for member in self._members.live if member.replica_id not in done_on]
+        behind = [
+            member.replica_id
+            for member in self._members.live
+            # One that starts does it before it has joined, or refuses.
+            if member.replica_id not in done_on and (member.replica_id in answers or member.residency is not None)
+        ]
         if not behind:
             return LoadOutcome(status=LoRAStatus.SUCCESS, message=message, per_replica=words(answers))
         again, late = await self._broadcast.answered(self._registry.repeat_pin(name, behind))

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from cluster.board import Board
@@ -216,4 +217,48 @@ async def test_a_new_table_moves_only_what_it_changes() -> None:
     told.clear()
     view.take(ROUTER, FleetTable(version=2, epoch=1, adapters={}, replicas={**rows, "r7": holds("b")}))
     assert told == ["r7"]
+    view.close()
+
+
+async def test_a_replica_that_its_router_no_longer_knows_gets_requests_only_where_no_other_can(
+    source: FakeSource,
+) -> None:
+    source.table = table_of(r0=holds("a"), r1=holds())
+    router = make(AffinityRequestRouter, [FakeReplica("r0"), FakeReplica("r1")])
+    await settle()
+    assert await route(router, request("a")) == "r0"
+    assert router.fleet.is_warm("a")
+    router.fleet.take_snapshot(SlotSnapshot(replica_id="r0", sequence=9, resident=("a",)))
+    router.fleet.take(ROUTER, msgspec.structs.replace(table_of(r1=holds()), version=2))
+    for adapter in ("a", "b", ""):
+        assert await route(router, request(adapter)) == "r1"
+    assert not router.fleet.is_warm("a"), "no request gets that slot"
+    router.fleet.take(ROUTER, msgspec.structs.replace(table_of(), version=3))
+    assert await route(router, request("a")) in ("r0", "r1"), "the router knows none of them: each may do"
+    router.fleet.take(ROUTER, msgspec.structs.replace(table_of(r0=holds("a"), r1=holds()), version=4))
+    assert await route(router, request("a")) == "r0"
+
+
+async def test_an_adapter_that_is_only_where_it_is_stalled_is_not_warm() -> None:
+    view, _ = view_of(lambda _: FakeSource(), R0, R1)
+    view.follow([R0, R1])
+    stalled = msgspec.structs.replace(holds("a", "b"), stalled=frozenset("a"))
+    view.take(ROUTER, FleetTable(version=1, epoch=1, adapters={}, replicas={"r0": stalled, "r1": holds()}))
+    assert [view.is_warm(name) for name in "ab"] == [False, True]
+    view.close()
+
+
+async def test_an_adapter_is_looked_for_on_one_thread_while_a_router_goes_on_another() -> None:
+    class Changing(dict[str, AdapterEntry]):
+        def get(self, name: str, default: AdapterEntry | None = None) -> AdapterEntry | None:  # type: ignore[override]
+            view.follow([new])
+            return None
+
+    old, new = ReplicaKey("old", "r0"), ReplicaKey("new", "r1")
+    view, _ = view_of(lambda _: FakeSource(), old, new)
+    view.follow([old, new])
+    entry = AdapterEntry(name="a", path="/a", generation=1, state="ready")
+    view.take("old", FleetTable(version=1, epoch=1, adapters=Changing(), replicas={}))
+    view.take("new", FleetTable(version=1, epoch=1, adapters={"a": entry}, replicas={}))
+    assert view.entry("a") is entry
     view.close()

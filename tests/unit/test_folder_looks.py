@@ -46,8 +46,8 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
     storage.answers.set()
 
 
-def threads_at(path: str) -> int:
-    return sum(thread.name == f"look at {path}" for thread in threading.enumerate())
+def num_threads() -> int:
+    return sum(thread.name == folder_looks.THREADS for thread in threading.enumerate())
 
 
 async def test_what_is_seen_is_told(storage: Storage) -> None:
@@ -67,9 +67,10 @@ async def test_a_path_that_hangs_is_looked_at_by_one_thread_however_often_it_is_
             assert isinstance(answer, RequestTimeout)
             assert "the storage of '/hung' has not answered within 0.05 s" in str(answer)
         assert await looks.fingerprint("/fine") == "files of /fine"
-    assert (storage.asked.count("/hung"), threads_at("/hung")) == (1, 1)
+    await settled(lambda: num_threads() == 1)
+    assert storage.asked.count("/hung") == 1
     storage.answers.set()
-    await settled(lambda: threads_at("/hung") == 0)
+    await settled(lambda: num_threads() == 0)
     assert await looks.fingerprint("/hung") == "files of /hung"
 
 

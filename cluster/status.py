@@ -10,7 +10,7 @@ import msgspec
 from cluster.changes import Topic
 from cluster.entry import AdapterEntry, AdapterFacts
 from cluster.fleet import LastError
-from cluster.member import Member
+from cluster.member import Member, names_served
 from cluster.names import served_name, staged_name
 from cluster.progress import BASE
 from cluster.verdict import text_of
@@ -216,8 +216,8 @@ def _replica(member: Member, epoch: int, entries: Mapping[str, AdapterEntry]) ->
         joined=held is not None,
         num_slots=member.num_slots,
         num_slots_used=0 if held is None else held.num_slots_used,
-        resident=_served(member.resident, entries),
-        loading=_served(member.loading, entries),
+        resident=tuple(sorted(names_served(member.resident, entries))),
+        loading=tuple(sorted(names_served(member.loading, entries))),
         num_in_memory=len(member.in_memory),
         num_running=sum(one.num_running for one in adapters),
         num_waiting=sum(one.num_waiting for one in adapters),
@@ -231,13 +231,6 @@ def _replica(member: Member, epoch: int, entries: Mapping[str, AdapterEntry]) ->
         stalled=dict(_stalled(member)),
         fault=(work.fault or None) if work is not None else None,
         leaving=member.is_leaving,
-    )
-
-
-def _served(held: Mapping[str, int], entries: Mapping[str, AdapterEntry]) -> tuple[str, ...]:
-    """Names of what is held of the generation that is served."""
-    return tuple(
-        sorted(name for name, generation in held.items() if name in entries and entries[name].generation == generation)
     )
 
 

@@ -18,6 +18,7 @@ from cluster.verdict import (
     judge_load,
     judge_staging,
     judge_unload,
+    refused,
     slowest,
     text_of,
     told,
@@ -26,14 +27,7 @@ from cluster.verdict import (
 from deployments.broadcast import Broadcast
 from deployments.folder_looks import FolderLooks
 from deployments.turns import Turns
-from lora_core.errors import (
-    AdapterNameTaken,
-    AdapterNotFound,
-    InvalidAdapter,
-    LoRAFleetError,
-    RequestTimeout,
-    RouterReplaced,
-)
+from lora_core.errors import AdapterNameTaken, AdapterNotFound, InvalidAdapter, LoRAFleetError, RequestTimeout
 from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 
 logger = logging.getLogger(__name__)
@@ -168,7 +162,7 @@ class FleetOperations:
             # Before any replica reads the files: a change during the load shows as one, too.
             change = begin(name, path, await self._looks.fingerprint(path))
         except LoRAFleetError as error:
-            return _failed(error)
+            return refused(error, STATUSES)
         if change is None:
             return await self._loaded_already(name)
         if change.request.lora_name != name:
@@ -266,7 +260,7 @@ class FleetOperations:
             try:
                 change = self._registry.begin_unload(name)
             except LoRAFleetError as error:
-                return self.note(name, _failed(error))
+                return self.note(name, refused(error, STATUSES))
             answers, late = await self._broadcast.answered(change)
             self._registry.finish_unload(name)
             self._members.forget(name)
@@ -303,13 +297,3 @@ def _served(
 def _unrecorded(name: str, error: LoRAFleetError) -> LoRAResponse:
     """What a load ended with whose end the journal did not take."""
     return LoRAResponse(LoRAStatus.LOAD_ERROR, f"adapter {name!r} was not loaded: {error}")
-
-
-def _failed(error: LoRAFleetError) -> LoadOutcome:
-    if isinstance(error, RouterReplaced):
-        # Whoever asks finds the other router, and asks that one.
-        raise error
-    status = next(
-        (status for kind, status in STATUSES.items() if isinstance(error, kind)), LoRAStatus.UNSPECIFIED_ERROR
-    )
-    return LoadOutcome(status=status, message=str(error))

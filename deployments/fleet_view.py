@@ -10,6 +10,7 @@ from typing import Protocol
 from cluster.board import Board
 from cluster.entry import AdapterEntry
 from cluster.fleet import FleetTable, ReplicaState
+from cluster.side_by_side import behind
 from deployments.generation import SlotSnapshot
 from deployments.known_replica import UNKNOWN, KnownReplica
 from deployments.load_notes import LoadNotes, ReplicaKey, Router
@@ -54,6 +55,8 @@ class FleetView:
         self._taken_at: dict[str, float] = {}
         # Rows of a router's predecessor, for replicas that have yet to come back to it.
         self._before: dict[str, dict[str, ReplicaState]] = {}
+        # By router, adapters that its replicas have not been told of.
+        self._behind: dict[str, frozenset[str]] = {}
         self._sources: dict[str, TableSource] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._replicas: dict[ReplicaKey, KnownReplica] = {}
@@ -67,10 +70,11 @@ class FleetView:
         self._replicas = {key: known.get(key) or KnownReplica() for key in keys}
         self._keys = {key.replica_id: key for key in keys}
         routers = {key.router for key in keys if key.router}
-        for gone in self._followers.keys() - routers:
-            self._followers.pop(gone).cancel()
+        gone = self._followers.keys() - routers
+        for router in gone:
+            self._followers.pop(router).cancel()
             for kept in (self._tables, self._taken_at, self._before, self._sources):
-                kept.pop(gone, None)
+                kept.pop(router, None)
         loop = asyncio.get_running_loop()
         for router in routers:
             follower = self._followers.get(router)
@@ -81,8 +85,11 @@ class FleetView:
                 self._followers[router] = follower
                 # A handle that is dropped takes its followers with it.
                 weakref.finalize(self, _stop, loop, follower).atexit = False
+        if gone:
+            self._compare_tables()
         for key in self._replicas.keys() - known.keys():
             self._give_row(key)
+            self._replicas[key].take_behind(self._behind.get(key.router, frozenset()))
             self._show(key)
         self._show_copies()
 
@@ -104,6 +111,8 @@ class FleetView:
                 self._show(key)
         if last is None or last.copies is not table.copies:
             self._show_copies()
+        if last is None or last.adapters is not table.adapters:
+            self._compare_tables()
 
     def take_snapshot(self, snapshot: SlotSnapshot) -> None:
         """Take what a replica's reply says of its slots."""
@@ -180,6 +189,12 @@ class FleetView:
         replica = self._replicas[key]
         self._board.set_state(key.replica_id, replica.state)
         self._board.set_hints(key.replica_id, replica.hints)
+
+    def _compare_tables(self) -> None:
+        self._behind = behind(self._tables)
+        for key, replica in self._replicas.items():
+            if replica.take_behind(self._behind.get(key.router, frozenset())):
+                self._show(key)
 
     def _show_copies(self) -> None:
         tables = list(self._tables.values())

@@ -20,6 +20,7 @@ class KnownReplica:
 
     def __init__(self) -> None:
         self._row = UNKNOWN
+        self._behind: frozenset[str] = frozenset()
         self._told: SlotSnapshot | None = None
         self._claims: Counter[str] = Counter()
         self.state = UNKNOWN
@@ -39,6 +40,14 @@ class KnownReplica:
         self._row = row
         if self._told is not None and self._told.sequence <= row.sequence:
             self._told = None
+        self.state = self._merged()
+        return True
+
+    def take_behind(self, adapters: frozenset[str]) -> bool:
+        """Take which adapters it cannot have been told of; whether these are others than before."""
+        if adapters == self._behind:
+            return False
+        self._behind = adapters
         self.state = self._merged()
         return True
 
@@ -67,10 +76,13 @@ class KnownReplica:
         return True
 
     def _merged(self) -> ReplicaState:
+        row = self._row
+        if self._behind:
+            row = msgspec.structs.replace(row, refused=row.refused | self._behind)
         if self._told is None:
-            return self._row
+            return row
         return msgspec.structs.replace(
-            self._row,
+            row,
             resident=frozenset(self._told.resident),
             loading=frozenset(self._told.loading),
             num_slots_used=self._told.num_slots_used,

@@ -7,10 +7,10 @@ from cluster.entry import AdapterEntry
 from cluster.fleet import LoadOutcome
 from cluster.members import Members
 from cluster.registry import AdapterRegistry
-from cluster.verdict import failures, judge_pin, text_of, words
+from cluster.verdict import failures, judge_pin, refused, text_of, words
 from deployments.broadcast import Broadcast
 from deployments.turns import Turns
-from lora_core.errors import AdapterError, AdapterNotFound, EngineError, InvalidRequest, LoRAFleetError, RouterReplaced
+from lora_core.errors import AdapterError, AdapterNotFound, EngineError, InvalidRequest, LoRAFleetError
 from lora_core.types import LoRAResponse, LoRAStatus
 
 PIN_STATUSES: Mapping[type[LoRAFleetError], LoRAStatus] = {
@@ -54,14 +54,8 @@ class SlotClaims:
                 if pinned:
                     self._check_total(name, pins=1)
                 change = self._registry.set_pin(name, pinned, self._most_pins())
-            except RouterReplaced:
-                raise
             except LoRAFleetError as error:
-                status = next(
-                    (status for kind, status in PIN_STATUSES.items() if isinstance(error, kind)),
-                    LoRAStatus.UNSPECIFIED_ERROR,
-                )
-                return LoadOutcome(status=status, message=str(error))
+                return refused(error, PIN_STATUSES)
             if change is None:
                 return await self._ask_those_behind(name, done)
             answers, late = await self._broadcast.answered(change)

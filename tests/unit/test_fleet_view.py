@@ -262,3 +262,37 @@ async def test_an_adapter_is_looked_for_on_one_thread_while_a_router_goes_on_ano
     view.take("new", FleetTable(version=1, epoch=1, adapters={"a": entry}, replicas={}))
     assert view.entry("a") is entry
     view.close()
+
+
+async def test_adapters_that_only_one_of_two_versions_knows_are_not_asked_of_the_other() -> None:
+    def entry(name: str, epoch: int) -> AdapterEntry:
+        return AdapterEntry(name=name, path=f"/{name}", generation=epoch, epoch=epoch, state="ready")
+
+    def table(version: int, replica: str, **epochs: int) -> FleetTable:
+        adapters = {name: entry(name, epoch) for name, epoch in epochs.items()}
+        return FleetTable(version=version, epoch=9, adapters=adapters, replicas={replica: holds()})
+
+    def refused() -> list[frozenset[str]]:
+        return [view.state(key).refused for key in (old, new)]
+
+    old, new = ReplicaKey("old", "r0"), ReplicaKey("new", "r1")
+    view, board = view_of(lambda _: FakeSource(), old, new)
+    view.follow([old, new])
+    view.take("old", table(1, "r0", same=1, replaced=2, gone=3))
+    assert refused() == [frozenset(), frozenset()]
+    view.take("new", table(1, "r1", same=1, replaced=5, loaded=6))
+    assert refused() == [{"replaced", "loaded"}, {"gone"}]
+    assert [board.order(name).open for name in ("replaced", "loaded", "gone")] == [["r1"], ["r1"], ["r0"]]
+    assert set(board.order("same").open) == {"r0", "r1"}
+    view.take("old", table(2, "r0", same=1, replaced=5, loaded=6))
+    assert refused() == [frozenset(), frozenset()]
+    view.take("new", table(2, "r1", same=1, replaced=5, loaded=6, later=7))
+    late = ReplicaKey("old", "r2")
+    board.set_replicas({"r0": 100, "r1": 100, "r2": 100})
+    view.follow([old, new, late])
+    assert view.state(late).refused == {"later"}
+    view.follow([new])
+    assert view.state(new).refused == frozenset()
+    view.follow([old, new])
+    assert refused() == [frozenset(), frozenset()], "its router has yet to tell what it knows"
+    view.close()

@@ -274,6 +274,24 @@ async def test_content_that_differs_between_replicas_is_loaded_nowhere() -> None
         assert {contents(replica)["a"] for replica in replicas} == {("/a", "a" * 64)}
 
 
+async def test_content_of_a_replica_that_registers_again_during_a_load_is_compared() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")) as (well,):
+        other = Replica(router, "r1")
+        other.disk = {"/a": "other"}
+        since = (await router.register("r1")).epoch
+        load = asyncio.create_task(router.load("a", "/a"))
+        (change,) = await router.wait_changes("r1", since, 1)
+        await other.apply(change)
+        # It has forgotten to say so, and is entered anew with what it holds.
+        await other.start()
+        outcome = await load
+        assert outcome.status is LoRAStatus.LOAD_INVALID_ADAPTER
+        assert "differs between replicas" in outcome.message
+        await settled(lambda: well.holding == other.holding == {})
+        await other.stop()
+
+
 @pytest.mark.parametrize("static", [False, True])
 async def test_a_late_replica_with_other_files_does_not_serve_them(
     static: bool, caplog: pytest.LogCaptureFixture

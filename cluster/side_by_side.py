@@ -1,0 +1,29 @@
+"""Router actors of two versions side by side, as during a rolling update: a change reaches the replicas of one alone."""
+
+from collections.abc import Mapping
+
+from cluster.fleet import FleetTable
+
+
+def behind(tables: Mapping[str, FleetTable]) -> dict[str, frozenset[str]]:
+    """For each router actor, the adapters that another one serves at a later epoch, or alone.
+
+    Its replicas would wait in vain for the epoch that requests for these need.
+
+    Args:
+        tables: Each router actor's, by its name.
+    """
+    if len(tables) < 2:
+        return dict.fromkeys(tables, frozenset())
+    newest: dict[str, int] = {}
+    for table in tables.values():
+        for name, entry in table.adapters.items():
+            newest[name] = max(newest.get(name, entry.epoch), entry.epoch)
+    return {
+        router: frozenset(
+            name
+            for name, epoch in newest.items()
+            if (entry := table.adapters.get(name)) is None or entry.epoch < epoch
+        )
+        for router, table in tables.items()
+    }

@@ -71,7 +71,7 @@ class RouterClient:
 
         Args:
             replica_id: Serve's unique id of the replica.
-            holding: name -> generation of the adapters it has loaded already.
+            holding: name -> generation of the adapters it has loaded already, and told a router actor what it found.
             pinned: Names of those it has pinned.
         """
         registration: Registration = await self._call("register", replica_id, dict(holding or {}), list(pinned))

@@ -32,13 +32,22 @@ class FolderLooks:
 
     async def spelling(self, path: str) -> str:
         """`one_spelling` of a path. Raises RequestTimeout."""
-        return await self._look(one_spelling, path)
+        return await self.see(one_spelling, path)
 
     async def fingerprint(self, path: str) -> str | None:
         """`folder_fingerprint` of a path. Raises RequestTimeout."""
-        return await self._look(folder_fingerprint, path)
+        return await self.see(folder_fingerprint, path)
 
-    async def _look(self, look: Callable[[str], Seen], path: str) -> Seen:
+    async def see(self, look: Callable[[str], Seen], path: str) -> Seen:
+        """What a look at a path finds; raises what it raises.
+
+        Args:
+            look: Run on a thread of its own. Looks that are equal, at the same path, share one.
+            path: Given to it.
+
+        Raises:
+            RequestTimeout: it takes longer than anybody waits.
+        """
         seen: asyncio.Future[Seen] | None = self._under_way.get((look, path))
         if seen is None:
             loop = asyncio.get_running_loop()
@@ -49,8 +58,8 @@ class FolderLooks:
         await asyncio.wait([seen], timeout=self._patience_s)
         if not seen.done():
             raise RequestTimeout(
-                f"the storage of {path!r} has not answered within {self._patience_s:g} s; see to what is mounted there "
-                "on the router actor's machine, and load it again"
+                f"the storage of {path!r} has not answered within {self._patience_s:g} s; see to what is mounted there, "
+                "and load it again"
             )
         return seen.result()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from cluster.changes import Change, Topic
 from cluster.fleet import LastError, LoadOutcome
 from cluster.members import Members
+from cluster.names import is_name
 from cluster.registry import AdapterRegistry
 from cluster.verdict import (
     Answers,
@@ -116,9 +117,12 @@ class FleetOperations:
         return await asyncio.shield(self._turns.run(self._unload(name)))
 
     def note(self, name: str, outcome: LoadOutcome) -> LoadOutcome:
-        """Remember how an operation on a name failed, or that it did not; returns the outcome."""
+        """Remember how an operation on a name failed, or that it did not; returns the outcome.
+
+        What no adapter can be called is not remembered: it may be of any length, or no text at all.
+        """
         self._forget_error(name)
-        if outcome.status is not LoRAStatus.SUCCESS:
+        if outcome.status is not LoRAStatus.SUCCESS and is_name(name):
             self._errors[name] = LastError(unix_s=time.time(), text=outcome.message)
             if outcome.status is LoRAStatus.PARTIAL:
                 self._partial.add(name)

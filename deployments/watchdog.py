@@ -83,8 +83,7 @@ class Watchdog:
         stalled, fault = dict(verdict.adapters), verdict.replica or ""
         # It is said once what is to be healed: what fails below is done at the next look.
         self._to_heal = {name: stalled[name] for name in (*self._to_heal, *verdict.to_heal) if name in stalled}
-        if (stalled, fault) != (self._stalled, self._fault):
-            self._tell(stalled, fault)
+        if (stalled, fault) != (self._stalled, self._fault) and _went_well(self._tell, stalled, fault):
             self._stalled, self._fault = stalled, fault
         if fault:
             logger.error("this replica is stalled and will be replaced: %s", fault)
@@ -92,9 +91,9 @@ class Watchdog:
             self._is_condemned = True
             return
         for name, why in list(self._to_heal.items()):
-            self._heal(name, why)
-            self._count_heal()
-            del self._to_heal[name]
+            if _went_well(self._heal, name, why):
+                self._count_heal()
+                del self._to_heal[name]
 
     def _heal(self, name: str, why: str) -> None:
         if name == BASE:
@@ -105,3 +104,13 @@ class Watchdog:
         num_ended = self._engine.end_requests(name, fault)
         self._engine.reset_adapter(name, why)
         logger.error("%s; %d request(s) ended, and the adapter is loaded anew", why, num_ended)
+
+
+def _went_well(step: Callable[..., None], *args: object) -> bool:
+    """Take a step of a look. One that fails is logged, and keeps none of the others from being taken."""
+    try:
+        step(*args)
+    except Exception:
+        logger.exception("looking after the engine failed; it is tried again")
+        return False
+    return True

@@ -29,7 +29,7 @@ class TableSource(Router, Protocol):
     """One router actor, as far as a handle needs it."""
 
     async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
-        """Call back with the table now and at each change; returns when there will be no more."""
+        """Call back with the table now, at each change, and now and then without one. Returns when there is no more."""
 
 
 class FleetView:
@@ -98,14 +98,17 @@ class FleetView:
 
         A router that has just restarted has heard of few replicas: the others keep what was known of them.
         """
-        last, before = self._tables.get(router), self._before.pop(router, {})
+        last = self._tables.get(router)
+        self._taken_at[router] = self._clock()
+        if last is table:
+            return
+        before = self._before.pop(router, {})
         if last is not None and last.router_id != table.router_id:
             before = {**before, **last.replicas}
         before = {replica_id: row for replica_id, row in before.items() if not _reported(table, replica_id)}
         if before:
             self._before[router] = before
         self._tables[router] = table
-        self._taken_at[router] = self._clock()
         for key in self._replicas:
             if key.router == router and self._give_row(key):
                 self._show(key)
@@ -152,7 +155,7 @@ class FleetView:
 
     @property
     def table_age_s(self) -> float | None:
-        """Seconds since the oldest of the tables in use changed; None without any."""
+        """Seconds since a router was last heard of, the one that has been silent for longest; None without any."""
         return self._clock() - min(self._taken_at.values()) if self._taken_at else None
 
     def is_warm(self, adapter: str) -> bool:

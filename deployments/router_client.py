@@ -209,20 +209,19 @@ class RouterClient:
         return table
 
     async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
-        """Call back with the table now and at each change, until cancelled or until this process leaves Ray.
+        """Call back with the table now, at each change, and each time the router says that there was none for a while.
 
-        Waits for as long as there is no router. What a change leaves as it was is the same object in both tables.
+        Ends when it is cancelled, or when this process leaves Ray. Waits for as long as there is no router. What a
+        change leaves as it was is the same object in both tables.
         """
         last: FleetTable | None = None
         while ray.is_initialized():
             try:
-                table = await self.watch(last, POLL_S)
+                last = await self.watch(last, POLL_S)
             except LoRAFleetError as error:
                 logger.warning("%s", error)
                 continue
-            if table is not last:
-                last = table
-                callback(table)
+            callback(last)
 
     # Inside
 

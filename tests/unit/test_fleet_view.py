@@ -296,3 +296,21 @@ async def test_adapters_that_only_one_of_two_versions_knows_are_not_asked_of_the
     view.follow([old, new])
     assert refused() == [frozenset(), frozenset()], "its router has yet to tell what it knows"
     view.close()
+
+
+async def test_a_table_is_as_old_as_the_last_word_of_its_router() -> None:
+    now = [100.0]
+    board = Board(PlacementSettings())
+    board.set_replicas({"r0": 100, "r1": 100})
+    view = FleetView(lambda _: FakeSource(), board, clock=lambda: now[0])
+    old, new = ReplicaKey("old", "r0"), ReplicaKey("new", "r1")
+    view.follow([old, new])
+    assert view.table_age_s is None
+    table = FleetTable(version=1, epoch=1, adapters={}, replicas={})
+    view.take("old", table)
+    now[0] = 103.0
+    view.take("new", table)
+    assert view.table_age_s == 3
+    view.take("old", table)
+    assert view.table_age_s == 0, "that it has not changed is news"
+    view.close()

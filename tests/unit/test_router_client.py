@@ -10,7 +10,9 @@ import ray
 from ray.exceptions import RayTaskError
 
 from cluster.board import Board
+from cluster.fleet import FleetTable
 from cluster.placement import PlacementSettings
+from deployments import router_client
 from deployments.fleet_view import FleetView
 from deployments.load_notes import ReplicaKey
 from deployments.router import AdapterRouter
@@ -19,7 +21,7 @@ from lora_core.errors import EngineDead, LoRAFleetError, RequestTimeout
 from lora_core.messages import Residency
 from lora_core.types import LoRAStatus
 from lora_core.workload import Workload
-from tests.unit.router_fleet import Replica, fleet, make_router
+from tests.unit.router_fleet import Replica, fleet, make_router, settled
 
 
 async def locate() -> str:
@@ -138,3 +140,17 @@ async def test_a_router_whose_replicas_all_leave_is_left_for_another(in_ray: Non
         assert table.num_joined == 0
         table = await client.watch(table, 1)
         assert (table.replicas.keys(), client.num_looks) == ({"r1"}, 2)
+
+
+async def test_a_router_without_news_is_heard_of_all_the_same(in_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_client, "POLL_S", 0.02)
+    router, tables = make_router(), list[FleetTable]()
+    async with fleet(router, Replica(router, "r0")):
+        await router.report_residency("r0", Residency(1, [], [], []), 2)
+        following = asyncio.create_task(Client(router).follow_table(tables.append))
+        await settled(lambda: len(tables) > 5 and tables[-1] is tables[-3])
+        before = tables[-1]
+        await router.load("a", "/a")
+        await settled(lambda: "a" in tables[-1].adapters)
+        assert tables[-1].replicas["r0"].resident is before.replicas["r0"].resident
+        following.cancel()

@@ -65,8 +65,9 @@ class FolderLooks:
 
     def _forget(self, key: tuple[Callable[[str], Any], str], seen: "asyncio.Future[Any]") -> None:
         del self._under_way[key]
-        # Where all who asked have gone, asyncio would complain that nobody has heard of a fault.
-        seen.cancelled() or seen.exception()
+        if not seen.cancelled():
+            # Where all who asked have gone, asyncio would complain that nobody has heard of it.
+            seen.exception()
 
 
 def _run(

@@ -250,16 +250,20 @@ async def test_an_adapter_that_is_only_where_it_is_stalled_is_not_warm() -> None
 
 async def test_an_adapter_is_looked_for_on_one_thread_while_a_router_goes_on_another() -> None:
     class Changing(dict[str, AdapterEntry]):
+        is_looked_into = False
+
         def get(self, name: str, default: AdapterEntry | None = None) -> AdapterEntry | None:  # type: ignore[override]
-            view.follow([new])
+            if self.is_looked_into:
+                view.follow([new])
             return None
 
     old, new = ReplicaKey("old", "r0"), ReplicaKey("new", "r1")
     view, _ = view_of(lambda _: FakeSource(), old, new)
     view.follow([old, new])
     entry = AdapterEntry(name="a", path="/a", generation=1, state="ready")
-    view.take("old", FleetTable(version=1, epoch=1, adapters=Changing(), replicas={}))
+    view.take("old", FleetTable(version=1, epoch=1, adapters=(adapters := Changing()), replicas={}))
     view.take("new", FleetTable(version=1, epoch=1, adapters={"a": entry}, replicas={}))
+    adapters.is_looked_into = True
     assert view.entry("a") is entry
     view.close()
 

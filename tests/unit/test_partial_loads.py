@@ -7,6 +7,7 @@ import pytest
 from cluster import retries as retries_module
 from cluster.fleet import AdapterInFleet
 from deployments.router import AdapterRouter
+from lora_core.messages import Residency
 from lora_core.types import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 from tests.unit.router_fleet import Refusal, Replica, fleet, make_router, names, refuse_all, settled
 
@@ -140,6 +141,7 @@ async def test_a_replica_that_cannot_pin_is_shown_asked_again_and_no_success() -
         await router.load("a", "/a")
         await router.pin("a")
         late = await Replica(router, "late", refuse).start()
+        await router.report_residency("late", Residency(1, [], [], []), 3)
         found = await router.adapter_status("a")
         assert found is not None
         assert {name: one.error for name, one in found.replicas.items()} == {
@@ -169,6 +171,7 @@ async def test_a_pin_that_did_not_end_on_a_replica_ends_there_later() -> None:
         return LoRAResponse(LoRAStatus.UNAVAILABLE, "the engine did not answer") if unpin else None
 
     async with fleet(router, Replica(router, "r0"), Replica(router, "r1")) as (_, sick):
+        await router.report_residency("r1", Residency(1, [], [], []), 3)
         await router.load("a", "/a")
         await router.pin("a")
         sick.refuse = refuse

@@ -169,9 +169,10 @@ def test_a_stalled_replica_is_the_last_resort() -> None:
 
 
 def test_a_replica_whose_base_model_is_stalled_still_takes_requests_for_adapters() -> None:
-    fleet = [ReplicaView("stuck", refused=frozenset([BASE])), ReplicaView("busy", in_flight=3)]
+    stuck = ReplicaView("stuck", resident=frozenset("a"), refused=frozenset([BASE]))
+    fleet = [stuck, ReplicaView("busy", in_flight=3)]
     assert rank(None, fleet, SETTINGS) == ["busy", "stuck"]
-    assert rank("a", fleet, PlacementSettings(without=["load", "stray"]), granted=["stuck"])[0] == "stuck"
+    assert rank("a", fleet, SETTINGS) == ["stuck", "busy"]
 
 
 def test_measured_times_take_the_place_of_the_settings() -> None:

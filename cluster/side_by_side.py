@@ -1,4 +1,4 @@
-"""Router actors of two versions side by side, as during a rolling update: a change reaches the replicas of one alone."""
+"""Router actors of two versions side by side, as in a rolling update: a change reaches the replicas of one alone."""
 
 from collections.abc import Mapping
 
@@ -21,9 +21,7 @@ def behind(tables: Mapping[str, FleetTable]) -> dict[str, frozenset[str]]:
             newest[name] = max(newest.get(name, entry.epoch), entry.epoch)
     return {
         router: frozenset(
-            name
-            for name, epoch in newest.items()
-            if (entry := table.adapters.get(name)) is None or entry.epoch < epoch
+            name for name, epoch in newest.items() if (entry := table.adapters.get(name)) is None or entry.epoch < epoch
         )
         for router, table in tables.items()
     }

@@ -68,7 +68,7 @@ def judge_staging(name: str, answers: Answers, late: list[str], timeout_s: float
 
 
 def refused(error: LoRAFleetError, statuses: Mapping[type[LoRAFleetError], LoRAStatus]) -> LoadOutcome:
-    """How a change ended that was refused before any replica heard of it; `statuses` has the more particular kinds first.
+    """How a change ended that was refused before any replica heard of it; particular kinds come first in `statuses`.
 
     Raises:
         RouterReplaced: where that is why. Whoever asked finds the other router, and asks that one.

@@ -374,9 +374,7 @@ def _corrections(may_hold: Collection[str], may_pin: Collection[str], registrati
     wanted = {(change.request.operation, change.request.lora_name) for change in registration.changes}
     unwanted = [name for name in may_hold if (LoRAOperation.LOAD, name) not in wanted]
     unpinned = [
-        name
-        for name in may_pin
-        if (LoRAOperation.LOAD, name) in wanted and (LoRAOperation.PIN, name) not in wanted
+        name for name in may_pin if (LoRAOperation.LOAD, name) in wanted and (LoRAOperation.PIN, name) not in wanted
     ]
     requests = [LoRARequest(LoRAOperation.UNLOAD, name) for name in sorted(unwanted)]
     requests += [LoRARequest(LoRAOperation.UNPIN, name) for name in sorted(unpinned)]

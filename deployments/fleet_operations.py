@@ -101,9 +101,7 @@ class FleetOperations:
         """Name -> how the last operation on it failed, for the names whose last one did; the latest ones."""
         return self._errors
 
-    async def load(
-        self, name: str, path: str, *, in_place: bool = False, path_is_final: bool = False
-    ) -> LoadOutcome:
+    async def load(self, name: str, path: str, *, in_place: bool = False, path_is_final: bool = False) -> LoadOutcome:
         """Load an adapter, or replace one in place; see `AdapterRouter.load`."""
         asked, loading = Loading(path, in_place, path_is_final), self._loads.get(name)
         if loading is None or not loading.includes(asked):

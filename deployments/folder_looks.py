@@ -58,8 +58,8 @@ class FolderLooks:
         await asyncio.wait([seen], timeout=self._patience_s)
         if not seen.done():
             raise RequestTimeout(
-                f"the storage of {path!r} has not answered within {self._patience_s:g} s; see to what is mounted there, "
-                "and load it again"
+                f"the storage of {path!r} has not answered within {self._patience_s:g} s; see to what is mounted "
+                "there, and load it again"
             )
         return seen.result()
 
@@ -70,9 +70,7 @@ class FolderLooks:
             seen.exception()
 
 
-def _run(
-    loop: asyncio.AbstractEventLoop, seen: "asyncio.Future[Seen]", look: Callable[[str], Seen], path: str
-) -> None:
+def _run(loop: asyncio.AbstractEventLoop, seen: "asyncio.Future[Seen]", look: Callable[[str], Seen], path: str) -> None:
     try:
         found = look(path)
     except BaseException as error:

@@ -68,7 +68,7 @@ class SlotClaims:
             return LoadOutcome(status=refusal.status, message=text_of(refusal), per_replica=words(answers))
 
     async def _ask_those_behind(self, name: str, done: str) -> LoadOutcome:
-        """Answer a pin or unpin that changes nothing. Replicas that have joined, and have not done it, are asked again."""
+        """Answer a pin or unpin that changes nothing. Joined replicas that have not done it are asked again."""
         topic, message = Topic(name, is_pin=True), f"adapter {name!r} is {done} already"
         # Whenever it was asked for.
         answers = self._broadcast.answers(topic, epoch=0)

@@ -82,8 +82,7 @@ async def test_a_load_from_storage_that_hangs_holds_up_no_other_and_can_be_repea
     router = make_router()
     async with fleet(router, Replica(router, "r0")) as (replica,):
         hung = [asyncio.create_task(router.load("a", "/hung")), asyncio.create_task(router.load("b", "/late"))]
-        for number in range(20):
-            hung.append(asyncio.create_task(router.load(f"more {number}", "/hung")))
+        hung += [asyncio.create_task(router.load(f"more {number}", "/hung")) for number in range(20)]
         assert (await router.load("c", "/c")).status is LoRAStatus.SUCCESS
         assert not any(task.done() for task in hung), "it waited for the others"
         outcomes = await asyncio.gather(*hung)

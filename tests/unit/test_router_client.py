@@ -106,8 +106,11 @@ async def test_a_change_that_a_replaced_router_refuses_is_asked_of_its_successor
             # The old version's replicas still answer where the router is, once or twice.
             client = Client(old, old, new)
             args = {
-                "load": ("c", "/c"), "set_min_copies": ("a", 2), "set_alias": ("y", {"a": 1}), "roll_back_alias": ("x",),
-            }.get(change, ("a",))  # fmt: skip
+                "load": ("c", "/c"),
+                "set_min_copies": ("a", 2),
+                "set_alias": ("y", {"a": 1}),
+                "roll_back_alias": ("x",),
+            }.get(change, ("a",))
             epoch = new._registry.epoch
             answer = await getattr(client, change)(*args)
             assert getattr(answer, "status", LoRAStatus.SUCCESS) is LoRAStatus.SUCCESS

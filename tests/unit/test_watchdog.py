@@ -99,9 +99,7 @@ async def test_a_look_that_fails_costs_only_itself() -> None:
     assert engine.done[-1] == ("condemn",)
 
 
-@pytest.mark.parametrize(
-    ("what", "done"), [("tell", [("condemn",)]), ("condemn", [("tell", "replica"), ("condemn",)])]
-)
+@pytest.mark.parametrize(("what", "done"), [("tell", [("condemn",)]), ("condemn", [("tell", "replica"), ("condemn",)])])
 async def test_a_condemnation_is_tried_again_and_waits_for_nothing(what: str, done: list[tuple[str, ...]]) -> None:
     engine, watchdog = watched()
     engine.failing_at, engine.found = what, {"a": Sign(21)}

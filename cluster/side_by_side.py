@@ -20,8 +20,11 @@ def behind(tables: Mapping[str, FleetTable]) -> dict[str, frozenset[str]]:
         for name, entry in table.adapters.items():
             newest[name] = max(newest.get(name, entry.epoch), entry.epoch)
     return {
-        router: frozenset(
-            name for name, epoch in newest.items() if (entry := table.adapters.get(name)) is None or entry.epoch < epoch
-        )
+        router: frozenset(name for name, epoch in newest.items() if _epoch(table, name) < epoch)
         for router, table in tables.items()
     }
+
+
+def _epoch(table: FleetTable, name: str) -> int:
+    entry = table.adapters.get(name)
+    return -1 if entry is None else entry.epoch

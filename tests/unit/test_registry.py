@@ -250,9 +250,10 @@ def test_a_new_run_serves_changed_files_as_a_new_generation(tmp_path: Path, capl
     for name in ("dynamic", "same"):
         first.begin_load(name, paths[name], folder_fingerprint(paths[name]))
         first.commit_load(name)
-    loaded(first, "gone", "/g")
     paths["unknown"] = adapter_folder(tmp_path / "unknown", b"of whatever age")
-    unknown = loaded(first, "unknown", paths["unknown"])
+    for name, path in (("gone", "/g"), ("unknown", paths["unknown"])):
+        first.begin_load(name, path)
+        unknown = first.commit_load(name).generation
     for name in ("s", "dynamic"):
         adapter_folder(tmp_path / name, b"newer")
     with caplog.at_level(logging.WARNING):
@@ -427,7 +428,7 @@ def test_pins_are_bounded_idempotent_and_journalled(tmp_path: Path) -> None:
     again = AdapterRegistry(path)
     assert [entry.name for entry in again.ready().values() if entry.pinned] == ["a", "b"]
     held = {name: entry.generation for name, entry in again.ready().items()}
-    assert brief(again.catch_up(held, ["b", "c"])) == [("pin", "a", held["a"]), ("unpin", "c", held["c"])]
+    assert brief(again.catch_up(held, ["b", "c"])) == [("unpin", "c", held["c"]), ("pin", "a", held["a"])]
     assert [name for operation, name, _ in brief(again.catch_up({}, ["b"])) if operation == "pin"] == ["a", "b"]
     again.begin_unload("a")
     again.finish_unload("a")

@@ -482,7 +482,7 @@ async def test_a_router_that_was_replaced_during_a_load_undoes_it(tmp_path: Path
     router = make_router(journal=str(path))
     async with fleet(router, Replica(router, "r0", delay_s=0.1)) as (replica,):
         load = asyncio.create_task(router.load("a", "/a"))
-        await asyncio.sleep(0.05)
+        await settled(lambda: "a" in router._registry.entries)
         successor = make_router(journal=str(path))
         outcome = await load
         assert outcome.status is LoRAStatus.LOAD_ERROR

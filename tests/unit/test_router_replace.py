@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import sqlite3
 import time
 from contextlib import closing
@@ -11,7 +12,7 @@ import pytest
 
 from cluster.fleet import LoadOutcome
 from deployments.router import AdapterRouter
-from lora_core.errors import LoRAFleetError, RequestTimeout
+from lora_core.errors import LoRAFleetError, RequestTimeout, RouterReplaced
 from lora_core.messages import Residency
 from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 from tests.unit.router_fleet import Replica, fleet, make_router, names, refuse_all, settled
@@ -219,9 +220,13 @@ async def test_a_journal_that_refuses_a_replacement_leaves_the_adapter(write: st
         else:
             with closing(sqlite3.connect(path)) as database:
                 database.execute(f"CREATE TRIGGER no BEFORE {write} BEGIN SELECT RAISE(ABORT, 'disk I/O error'); END")
-        outcome = await router.load("a", "/new", load_inplace=True)
-        assert outcome.status is not LoRAStatus.SUCCESS
-        assert str(path) in outcome.message
+        if write == "nothing":
+            with pytest.raises(RouterReplaced, match=re.escape(str(path))):
+                await router.load("a", "/new", load_inplace=True)
+        else:
+            outcome = await router.load("a", "/new", load_inplace=True)
+            assert outcome.status is not LoRAStatus.SUCCESS
+            assert str(path) in outcome.message
         await settled(lambda: replica.holding == {"a": old.epoch})
         assert (await router.table()).adapters["a"].path == "/old"
     if write == "nothing":

@@ -43,12 +43,12 @@ async def test_claims_just_after_a_restart_count_replicas_that_have_yet_to_come_
     await first.close()
     router = make_router(**settings)
     replicas = [await Replica(router, "r0").start()]
-    claims = [asyncio.create_task(router.set_min_copies("a", 2)), asyncio.create_task(router.pin("a"))]
+    copies, pin = asyncio.create_task(router.set_min_copies("a", 2)), asyncio.create_task(router.pin("a"))
     await asyncio.sleep(LEASE_S / 4)
     replicas.append(await Replica(router, "r1").start())
-    entry, pinned = await asyncio.gather(*claims)
-    assert entry.min_copies == 2, "there are two to hold it"
-    assert (pinned.status, pinned.per_replica.keys()) == (LoRAStatus.SUCCESS, {"r0", "r1"})
+    assert (await copies).min_copies == 2, "there are two to hold it"
+    pinned = await pin
+    assert (pinned.status, set(pinned.per_replica)) == (LoRAStatus.SUCCESS, {"r0", "r1"})
     assert [replica.pins for replica in replicas] == [{"a"}, {"a"}]
     for replica in replicas:
         await replica.stop()

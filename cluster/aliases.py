@@ -1,6 +1,7 @@
 """Aliases: names that stand for weighted adapters, as for a canary, and can be moved and moved back."""
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Mapping
 
@@ -8,6 +9,8 @@ from cluster.fleet import Alias, AliasInFleet
 from cluster.journal import AliasRow, Journal
 from cluster.names import listed, nearest
 from lora_core.errors import AdapterNotFound, InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 MAX_TARGETS = 16
 """Adapters that one alias may point to."""
@@ -41,7 +44,8 @@ class AliasBook:
     Args:
         journal: Of the registry, which lends it out.
         known: Adapters that can be asked for, by name: a live view. Targets that are none of them at the start, as of
-            a static adapter that the configuration no longer names, are dropped.
+            a static adapter that the configuration no longer names, are dropped; so are aliases whose names the
+            configuration now gives to adapters.
     """
 
     def __init__(self, journal: Journal, known: Mapping[str, object]) -> None:
@@ -54,6 +58,7 @@ class AliasBook:
         for row in journal.aliases():
             self._moves.setdefault(row.name, []).append(Alias(name=row.name, targets=row.targets, epoch=row.epoch))
             self.changed.add(row.name)
+        self._drop_taken_names()
         self._drop_lost_targets()
 
     @property
@@ -168,6 +173,11 @@ class AliasBook:
                 raise InvalidRequest(
                     f"alias {name!r}: no adapter named {target!r} is loaded; {nearest(target, self._known)}"
                 )
+
+    def _drop_taken_names(self) -> None:
+        for name in [name for name in self._moves if name in self._known]:
+            logger.warning("alias %r is dropped: lora_paths gives its name to an adapter", name)
+            self.remove(name, self._moves[name][-1].epoch)
 
     def _drop_lost_targets(self) -> None:
         """Take what is not there any more out of the aliases; one that is left with nothing goes."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from cluster.copy_index import NOWHERE, CopyIndex
 from cluster.fleet import ReplicaState
 from cluster.placement import NOTHING, PlacementSettings, ReplicaView, Terms, cap_on, terms
+from cluster.progress import BASE
 from cluster.rendezvous import replica_hashes, weights
 
 Floats = NDArray[np.float64]
@@ -279,11 +280,12 @@ class Board:
     def _hopeless(self, adapter: str | None) -> list[int]:
         if not self._choosy:
             return []
+        name = BASE if adapter is None else adapter
         states = {index: self._states[self.replica_ids[index]] for index in self._choosy}
         return [
             index
             for index, state in states.items()
-            if state.is_stalled or adapter in state.refused or adapter in state.stalled
+            if state.is_stalled or name in state.refused or name in state.stalled
         ]
 
     # What is kept of each replica

@@ -12,8 +12,9 @@ def catch_up(
 ) -> list[Change]:
     """What turns a replica that holds these generations (by name) into one that has applied every change.
 
-    Unloads come first, then loads, which take the place of other generations at once, then pins. Adapters still
-    loading are included, those unloading are not.
+    Unloads come first, then loads, which take the place of other generations at once, then the ends of pins, then pins.
+    Adapters still loading are included, those unloading are not. Who holds an adapter whose content is not known yet is
+    asked for it, too, so that it says what it found.
 
     Args:
         entries: The desired adapters, whatever their state.
@@ -23,7 +24,11 @@ def catch_up(
     """
     wanted = {name: entry for name, entry in entries.items() if entry.state != "unloading"}
     missing = sorted(
-        (entry for name, entry in wanted.items() if holding.get(name) != entry.generation),
+        (
+            entry
+            for name, entry in wanted.items()
+            if holding.get(name) != entry.generation or entry.content_hash is None
+        ),
         key=lambda entry: entry.generation,
     )
     # When these adapters were unloaded may be forgotten; what counts is that epochs rise along the list.
@@ -36,7 +41,8 @@ def catch_up(
     lost = {entry.name for entry in missing if entry.name not in holding}
     pins = [
         Change(epoch=epoch, request=entry.pin_request())
-        for name, entry in wanted.items()
+        # A pin that ends makes room for another.
+        for name, entry in sorted(wanted.items(), key=lambda item: item[1].pinned)
         if entry.pinned != (name in pinned and name not in lost)
     ]
     loads = [

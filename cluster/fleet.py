@@ -117,7 +117,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     service_ms: float | None = None
     """Measured: what a request in flight makes another one wait; None while not known."""
     stalled: frozenset[str] = frozenset()
-    """Names whose oldest request there makes no progress: no more are sent to it until one does."""
+    """Names, `cluster.progress.BASE` for the base model's, whose oldest request there makes no progress: no more are
+    sent to it until one does."""
     is_stalled: bool = False
     """Whether no request there makes progress: none are sent to it while another replica is there."""
     is_leaving: bool = False
@@ -168,3 +169,8 @@ class FleetTable(msgspec.Struct, frozen=True, kw_only=True):
     """Name -> ids of the replicas its requests should go to, best first, for adapters that the plan (`cluster.copies`)
     gives more than one, or another than the first in rendezvous order."""
     aliases: dict[str, Alias] = {}
+
+    @property
+    def num_joined(self) -> int:
+        """Replicas that take requests: a replica reports what it holds for the first time when it has joined."""
+        return sum(state.sequence >= 0 and not state.is_leaving for state in self.replicas.values())

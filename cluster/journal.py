@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from cluster.network_storage import is_shared
-from lora_core.errors import ConfigError, LoRAFleetError
+from lora_core.errors import ConfigError, LoRAFleetError, RouterReplaced
 
 logger = logging.getLogger(__name__)
 
@@ -150,14 +150,15 @@ class Journal:
         """Commit what is written in the block, or nothing.
 
         Raises:
-            LoRAFleetError: the database cannot be written, or belongs to a later router.
+            RouterReplaced: the database belongs to a later router.
+            LoRAFleetError: it cannot be written.
         """
         try:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 if self._meta("owner") != self._owner:
                     self.on_replaced(self.run)
-                    raise LoRAFleetError(
+                    raise RouterReplaced(
                         "this router has been replaced: another process opened the adapter journal "
                         f"{self._where}; send the request again"
                     )

@@ -146,8 +146,8 @@ class Member:
     def state(self, served: Mapping[str, AdapterEntry]) -> ReplicaState:
         """Its row in the fleet's table, of the adapters that are served."""
         if self.served_in_memory is None:
-            self.served_in_memory = _served(self.in_memory, served)
-        resident, work = _served(self.resident, served), self.work
+            self.served_in_memory = names_served(self.in_memory, served)
+        resident, work = names_served(self.resident, served), self.work
         topics = (*self.pending, *self.refusals)
         refused = {topic.name for topic in topics if not topic.is_pin and topic.name not in self.swapping}
         self.published = ReplicaState(
@@ -157,7 +157,7 @@ class Member:
             num_slots=self.num_slots,
             num_slots_used=0 if self.residency is None else self._num_slots_used(self.residency),
             sequence=-1 if self.residency is None else self.residency.sequence,
-            loading=(_served(self.loading, served) | (self.hints.keys() & served.keys())) - resident,
+            loading=(names_served(self.loading, served) | (self.hints.keys() & served.keys())) - resident,
             load_ms_per_mib=self.load_ms_per_mib,
             service_ms=self.service_ms,
             stalled=frozenset(work.stalled) if work is not None else frozenset(),
@@ -174,7 +174,7 @@ def _by_name(refs: Iterable[AdapterRef]) -> dict[str, int]:
     return dict(refs)
 
 
-def _served(held: Mapping[str, int], served: Mapping[str, AdapterEntry]) -> frozenset[str]:
+def names_served(held: Mapping[str, int], served: Mapping[str, AdapterEntry]) -> frozenset[str]:
     """Names of what is held of the generation served: one object for each, so that a pickled table holds it once."""
     entries = ((served.get(name), generation) for name, generation in held.items())
     return frozenset(

@@ -64,6 +64,15 @@ def check_name(name: str, base_name: str, what: str = "adapter") -> None:
         raise AdapterNameTaken(f"{name!r} is the base model's name; use another name for the {what}")
 
 
+def is_name(name: str) -> bool:
+    """Whether an adapter can have this name, where the base model has another."""
+    try:
+        check_name(name, base_name="")
+    except AdapterError:
+        return False
+    return True
+
+
 def listed(names: Iterable[str]) -> str:
     """Names in a message, in order; "none" where there are none, and the first ones where there are many."""
     ordered = sorted(names)

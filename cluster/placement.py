@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from cluster.progress import BASE
 from cluster.rendezvous import hash_order, weight
 
 __all__ = [
@@ -91,7 +92,7 @@ class ReplicaView:
     in_memory: AbstractSet[str] = frozenset()
     """Adapters in host memory."""
     refused: AbstractSet[str] = frozenset()
-    """Adapters it cannot serve, or whose requests there make no progress."""
+    """Adapters it cannot serve, or whose requests there make no progress; so may those of the base model (`BASE`)."""
     loading: AbstractSet[str] = frozenset()
     """Adapters on their way into a slot, not resident yet."""
     num_slots: int = 0
@@ -106,7 +107,7 @@ class ReplicaView:
 
     def cannot_serve(self, adapter: str | None) -> bool:
         """Whether a request for it has no hope there."""
-        return self.is_stalled or adapter in self.refused
+        return self.is_stalled or (BASE if adapter is None else adapter) in self.refused
 
 
 class Terms(NamedTuple):

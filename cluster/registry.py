@@ -11,15 +11,16 @@ from pathlib import Path
 
 import msgspec
 
+from cluster.adapter_book import AdapterBook
 from cluster.aliases import AliasBook
 from cluster.catch_up import catch_up
 from cluster.changes import Change, ChangeLog
 from cluster.entry import AdapterEntry
 from cluster.fingerprint import is_changed, is_unchanged
 from cluster.fleet import Alias
-from cluster.journal import Journal, JournalWriter
+from cluster.journal import Journal
 from cluster.names import nearest, staged_name
-from cluster.restored import decode_report, restore
+from cluster.restored import restore
 from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, LoRAFleetError
 from lora_core.types import LoadReport, LoRARequest
 
@@ -50,11 +51,11 @@ class AdapterRegistry:
 
     def __init__(self, journal: Path | None = None, *, static: Mapping[str, str] | None = None, run: str = "") -> None:
         self._journal = Journal(journal)
-        self._entries, self._reports = restore(self._journal, static or {}, run)
-        self._ready = dict(self._entries)
-        self.changed = set(self._entries)
-        """Names of adapters that are served otherwise than before; emptied by whoever reads it."""
-        self.aliases = AliasBook(self._journal, self._ready)
+        restored = restore(self._journal, static or {}, run)
+        self.is_resumed = restored.is_resumed
+        """Whether a router of this run has used the journal before: its replicas may be there."""
+        self._book = AdapterBook(self._journal, restored)
+        self.aliases = AliasBook(self._journal, self._book.served)
         self._log = ChangeLog(self._journal.epoch)
         self.on_change: Callable[[Change], None] = lambda change: None
         """Called with each change of adapters, before the method that makes it returns."""
@@ -70,20 +71,25 @@ class AdapterRegistry:
     @property
     def entries(self) -> Mapping[str, AdapterEntry]:
         """All entries by name, whatever their state."""
-        return self._entries
+        return self._book.entries
 
     @property
     def served(self) -> Mapping[str, AdapterEntry]:
         """The adapters that can be asked for: a live view."""
-        return self._ready
+        return self._book.served
+
+    @property
+    def changed(self) -> set[str]:
+        """Names of adapters that are served otherwise than before; emptied by whoever reads it."""
+        return self._book.changed
 
     def ready(self) -> dict[str, AdapterEntry]:
         """The adapters that can be asked for, as they are now."""
-        return dict(self._ready)
+        return dict(self._book.served)
 
     def report(self, name: str) -> LoadReport | None:
         """What the load of an adapter's generation found; None where it is not known."""
-        return decode_report(self._reports.get(name))
+        return self._book.report(name)
 
     # Loading
 
@@ -99,7 +105,7 @@ class AdapterRegistry:
             AdapterNameTaken: the name belongs to an adapter from another path, from other files that were at this
                 path, or one that is being changed; or to an alias.
         """
-        entry = self._entries.get(name)
+        entry = self.entries.get(name)
         if entry is not None and (entry.path, entry.state) == (path, "ready"):
             if is_changed(entry.fingerprint, fingerprint):
                 raise AdapterNameTaken(
@@ -127,25 +133,22 @@ class AdapterRegistry:
                 created=int(time.time()),
             )
             write.put(entry.row())
-        self._set(entry)
+        self._book.set(entry)
         return self._record(epoch, entry.load_request())
 
     def commit_load(self, name: str, report: LoadReport | None = None) -> AdapterEntry:
         """Make a loading adapter ready, as the content that `report` names."""
-        entry = self._entries[name]
+        entry = self.entries[name]
         assert entry.state == "loading", f"{name!r} is {entry.state}"
         entry = msgspec.structs.replace(entry.as_loaded(report), state="ready")
-        with self._journal.transaction() as write:
-            self._put(write, entry, report)
-        self._set(entry)
-        self._set_report(name, report)
+        self._book.keep(entry, report)
         return entry
 
     def rollback_load(self, name: str) -> Change:
         """Undo a load: replicas are told to unload, and the name is free."""
-        entry = self._entries[name]
-        epoch = self._withdraw(name)
-        self._forget(name)
+        entry = self.entries[name]
+        epoch = self._book.withdraw(name, self.epoch)
+        self._book.forget(name)
         return self._record(epoch, entry.unload_request())
 
     def abandon_load(self, name: str) -> Change:
@@ -153,28 +156,29 @@ class AdapterRegistry:
 
         The journal is left with an adapter that is loading, which the name's next load replaces and a restart drops.
         """
-        entry = self._entries[name]
+        entry = self.entries[name]
         assert entry.state == "loading", f"{name!r} is {entry.state}"
-        self._forget(name)
+        self._book.forget(name)
         return self._record(self._next_unwritten(), entry.unload_request())
 
     def repeat_load(self, name: str, only: Collection[str]) -> Change:
-        """Ask these replicas for a ready adapter once more: those that refused it try again."""
-        return self._record(self._next_unwritten(), self._entries[name].load_request(), only)
+        """Ask these replicas for a ready adapter once more, and to pin it where it is pinned; returns the load."""
+        change = self._record(self._next_unwritten(), self.entries[name].load_request(), only)
+        if self.entries[name].pinned:
+            self.repeat_pin(name, only)
+        return change
 
     def note_content(self, name: str, report: LoadReport) -> None:
         """Note what a ready adapter is, as its first replica found it. Later ones must find the same."""
-        entry = self._entries[name]
+        entry = self.entries[name]
         assert entry.content_hash is None, f"{name!r} is known as {entry.content_hash}"
         entry = entry.as_loaded(report)
         try:
-            with self._journal.transaction() as write:
-                self._put(write, entry, report)
+            self._book.keep(entry, report)
         except LoRAFleetError as error:
-            # It holds for this router all the same; the next one finds it out again.
+            # It holds for this router all the same; the next one asks for it again.
             logger.warning("adapter %r: its content hash was not journalled: %s", name, error)
-        self._set(entry)
-        self._set_report(name, report)
+            self._book.set_loaded(entry, report)
 
     # Replacing
 
@@ -188,7 +192,7 @@ class AdapterRegistry:
         Raises:
             AdapterNameTaken: the adapter is being changed, or the name is an alias.
         """
-        entry = self._entries.get(name)
+        entry = self.entries.get(name)
         if entry is None or entry.state != "ready":
             return self.begin_load(name, path, fingerprint)
         if entry.path == path and is_unchanged(entry.fingerprint, fingerprint):
@@ -200,7 +204,7 @@ class AdapterRegistry:
 
         Requests need not wait for that before `finish_replace`: a replica may have slow loads of others to do first.
         """
-        entry, staged = self._entries[name], self._entries[staged_name(name)]
+        entry, staged = self.entries[name], self.entries[staged_name(name)]
         with self._journal.transaction() as write:
             epoch = write.next_epoch(self.epoch)
             new = msgspec.structs.replace(
@@ -214,27 +218,24 @@ class AdapterRegistry:
             if report is not None:
                 report = msgspec.structs.replace(report, generation=epoch)
             write.remove(staged.name)
-            self._put(write, new, report)
-        self._set(msgspec.structs.replace(staged, state="unloading"))
-        self._set(new)
-        self._set_report(name, report)
+            self._book.put(write, new, report)
+        self._book.set(msgspec.structs.replace(staged, state="unloading"))
+        self._book.set_loaded(new, report)
         return self._record(epoch, new.load_request(replace=True))
 
     def finish_replace(self, name: str) -> Change:
         """Have replicas drop what was staged, and requests see what has replaced it."""
-        entry, staged = self._entries[name], self._entries[staged_name(name)]
-        self._set(msgspec.structs.replace(entry, epoch=entry.generation))
-        self._forget(staged.name)
+        entry, staged = self.entries[name], self.entries[staged_name(name)]
+        self._book.set(msgspec.structs.replace(entry, epoch=entry.generation))
+        self._book.forget(staged.name)
         return self._record(self._next_unwritten(), staged.unload_request())
 
     def keep_content(self, name: str) -> AdapterEntry:
         """Note where the content that is served is found now: what was staged proved to be the same."""
-        entry, staged = self._entries[name], self._entries[staged_name(name)]
+        entry, staged = self.entries[name], self.entries[staged_name(name)]
         is_static = entry.static and entry.path == staged.path
         kept = msgspec.structs.replace(entry, path=staged.path, fingerprint=staged.fingerprint, static=is_static)
-        with self._journal.transaction() as write:
-            self._put(write, kept, self.report(name))
-        self._set(kept)
+        self._book.keep(kept, self.report(name))
         return kept
 
     # Slots
@@ -254,7 +255,7 @@ class AdapterRegistry:
         entry = self._ready_entry(name)
         if entry.pinned == pinned:
             return None
-        count = 1 + sum(other.pinned for other in self._entries.values())
+        count = 1 + sum(other.pinned for other in self.entries.values())
         if pinned and most is not None and count > most:
             raise AdapterError(
                 f"adapter {name!r} was not pinned: with it {count} adapter(s) would be, and at most {most} can "
@@ -262,26 +263,25 @@ class AdapterRegistry:
                 "unpin another one, or raise max_num_loras"
             )
         entry = msgspec.structs.replace(entry, pinned=pinned)
-        return self._record(self._update(entry), entry.pin_request())
+        return self._record(self._book.update(entry, self.epoch), entry.pin_request())
 
-    def repeat_pin(self, name: str, only: Collection[str] = ()) -> Change | None:
-        """Ask for a pin once more, of replicas that could not load the adapter before; None where it is not pinned."""
-        pin = self._entries[name].pin_request() if self._entries[name].pinned else None
-        return None if pin is None else self._record(self._next_unwritten(), pin, only)
+    def repeat_pin(self, name: str, only: Collection[str] = ()) -> Change:
+        """Ask these replicas, or all, once more to pin an adapter, or to unpin it, as it is to be."""
+        return self._record(self._next_unwritten(), self.entries[name].pin_request(), only)
 
     def set_min_copies(self, name: str, min_copies: int) -> AdapterEntry:
         """Change how many replicas should have an adapter in a slot at least. Raises AdapterNotFound."""
         entry = self._ready_entry(name)
         if entry.min_copies != min_copies:
             entry = msgspec.structs.replace(entry, min_copies=min_copies)
-            self._log.advance(self._update(entry))
+            self._log.advance(self._book.update(entry, self.epoch))
         return entry
 
     # Aliases
 
     def set_alias(self, name: str, weights: Mapping[str, float]) -> Alias:
         """Point an alias at weighted adapters, see `AliasBook.set`. Raises AdapterNameTaken, InvalidRequest."""
-        if name in self._entries:
+        if name in self.entries:
             raise AdapterNameTaken(f"{name!r} is an adapter; unload it first, or use another name for the alias")
         return self._noted(self.aliases.set(name, weights, self.epoch))
 
@@ -304,7 +304,7 @@ class AdapterRegistry:
             AdapterNotFound: no such adapter, or it is unloading already.
             AdapterNameTaken: an alias points to it.
         """
-        entry = self._entries.get(name)
+        entry = self.entries.get(name)
         if entry is None or entry.state == "unloading":
             raise self._not_found(name)
         aliases = self.aliases.pointing_to(name)
@@ -313,14 +313,14 @@ class AdapterRegistry:
                 f"adapter {name!r} was not unloaded: alias(es) {', '.join(map(repr, aliases))} point to it; "
                 "move or remove them first"
             )
-        epoch = self._withdraw(name)
-        self._set(msgspec.structs.replace(entry, state="unloading", epoch=epoch, pinned=False))
+        epoch = self._book.withdraw(name, self.epoch)
+        self._book.set(msgspec.structs.replace(entry, state="unloading", epoch=epoch, pinned=False))
         return self._record(epoch, entry.unload_request())
 
     def finish_unload(self, name: str) -> None:
         """Forget an unloading adapter."""
-        assert self._entries[name].state == "unloading", f"{name!r} is {self._entries[name].state}"
-        self._forget(name)
+        assert self.entries[name].state == "unloading", f"{name!r} is {self.entries[name].state}"
+        self._book.forget(name)
 
     # For replicas
 
@@ -330,7 +330,7 @@ class AdapterRegistry:
 
     def catch_up(self, holding: Mapping[str, int], pinned: Collection[str] = ()) -> list[Change]:
         """What brings a replica that holds these generations, by name, to where the fleet is: `cluster.catch_up`."""
-        return catch_up(self._entries, self.epoch, holding, pinned)
+        return catch_up(self.entries, self.epoch, holding, pinned)
 
     def close(self) -> None:
         """Close the journal; the registry is unusable afterwards."""
@@ -339,56 +339,12 @@ class AdapterRegistry:
     # Inside
 
     def _not_found(self, name: str) -> AdapterNotFound:
-        return AdapterNotFound(f"no adapter named {name!r} is loaded; {nearest(name, self._ready)}")
+        return AdapterNotFound(f"no adapter named {name!r} is loaded; {nearest(name, self.served)}")
 
     def _ready_entry(self, name: str) -> AdapterEntry:
-        if name not in self._ready:
+        if name not in self.served:
             raise self._not_found(name)
-        return self._ready[name]
-
-    def _set(self, entry: AdapterEntry) -> None:
-        """Have an entry in its state; in the journal it is so already, or need not be."""
-        name = entry.name
-        self._entries[name] = entry
-        if entry.state == "ready":
-            self._ready[name] = entry
-            self.changed.add(name)
-        elif self._ready.pop(name, None) is not None:
-            self.changed.add(name)
-
-    def _set_report(self, name: str, report: LoadReport | None) -> None:
-        self._reports.pop(name, None)
-        if report is not None:
-            self._reports[name] = msgspec.json.encode(report)
-
-    def _forget(self, name: str) -> None:
-        del self._entries[name]
-        self._reports.pop(name, None)
-        if self._ready.pop(name, None) is not None:
-            self.changed.add(name)
-
-    def _put(self, write: JournalWriter, entry: AdapterEntry, report: LoadReport | None) -> None:
-        write.put(entry.row(None if report is None else msgspec.json.encode(report)))
-        before = self._entries.get(entry.name)
-        if before is not None and before.static and not entry.static:
-            write.withdraw(entry.name)
-
-    def _update(self, entry: AdapterEntry) -> int:
-        """Journal a ready adapter that is loaded as before, and have it so; returns the epoch."""
-        with self._journal.transaction() as write:
-            epoch = write.next_epoch(self.epoch)
-            self._put(write, entry, self.report(entry.name))
-        self._set(entry)
-        return epoch
-
-    def _withdraw(self, name: str) -> int:
-        """Take an adapter out of the journal: from here on a restart does not bring it back. Returns the epoch."""
-        with self._journal.transaction() as write:
-            epoch = write.next_epoch(self.epoch)
-            write.remove(name)
-            if self._entries[name].static:
-                write.withdraw(name)
-        return epoch
+        return self.served[name]
 
     def _next_unwritten(self) -> int:
         """An epoch that the journal does not know of: its own next one comes after it.

@@ -22,6 +22,8 @@ class Restored(NamedTuple):
     """The ready adapters by name."""
     reports: dict[str, bytes]
     """JSON of their loads' reports, where known."""
+    is_resumed: bool = False
+    """Whether a router of this run has used the journal before."""
 
 
 def restore(journal: Journal, static: Mapping[str, str], run: str) -> Restored:
@@ -50,7 +52,7 @@ def restore(journal: Journal, static: Mapping[str, str], run: str) -> Restored:
         # Last, so that a start that is cut short is still a new run when it is tried again.
         with journal.transaction() as write:
             write.begin_run(run)
-    return found
+    return found._replace(is_resumed=run != "" and not new_run)
 
 
 def decode_report(report: bytes | None) -> LoadReport | None:

@@ -10,7 +10,7 @@ import msgspec
 from cluster.changes import Topic
 from cluster.entry import AdapterEntry, AdapterFacts
 from cluster.fleet import LastError
-from cluster.member import Member
+from cluster.member import Member, names_served
 from cluster.names import served_name, staged_name
 from cluster.progress import BASE
 from cluster.verdict import text_of
@@ -30,7 +30,7 @@ class AdapterOnReplica(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: Acknowledged
     tier: Tier
     error: str | None = None
-    """Why it is refused, or stalled."""
+    """Why it is refused, or stalled, or neither pinned nor unpinned as it should be."""
     num_running: int = 0
     num_waiting: int = 0
     oldest_idle_s: float = 0.0
@@ -172,7 +172,7 @@ def _on_replica(entry: AdapterEntry, member: Member) -> AdapterOnReplica:
     return AdapterOnReplica(
         acknowledged=acknowledged,
         tier=_tier(entry, member, acknowledged),
-        error=stalled or error,
+        error=stalled or error or _pin_fault(entry, member),
         num_running=0 if work is None else work.num_running,
         num_waiting=0 if work is None else work.num_waiting,
         oldest_idle_s=0.0 if work is None else work.oldest_idle_s,
@@ -187,6 +187,14 @@ def _word(entry: AdapterEntry, member: Member) -> tuple[Acknowledged, str | None
     if response.status is LoRAStatus.SUCCESS or gone:
         return "applied", None
     return "refused", text_of(response)
+
+
+def _pin_fault(entry: AdapterEntry, member: Member) -> str | None:
+    word = member.refusals.get(Topic(entry.name, is_pin=True))
+    # Where it is not served there is nothing to pin.
+    if word is None or word.response.status is LoRAStatus.PIN_NAME_NONEXISTENT:
+        return None
+    return f"{'not pinned' if entry.pinned else 'still pinned'}: {text_of(word.response)}"
 
 
 def _tier(entry: AdapterEntry, member: Member, acknowledged: Acknowledged) -> Tier:
@@ -208,8 +216,8 @@ def _replica(member: Member, epoch: int, entries: Mapping[str, AdapterEntry]) ->
         joined=held is not None,
         num_slots=member.num_slots,
         num_slots_used=0 if held is None else held.num_slots_used,
-        resident=_served(member.resident, entries),
-        loading=_served(member.loading, entries),
+        resident=tuple(sorted(names_served(member.resident, entries))),
+        loading=tuple(sorted(names_served(member.loading, entries))),
         num_in_memory=len(member.in_memory),
         num_running=sum(one.num_running for one in adapters),
         num_waiting=sum(one.num_waiting for one in adapters),
@@ -223,13 +231,6 @@ def _replica(member: Member, epoch: int, entries: Mapping[str, AdapterEntry]) ->
         stalled=dict(_stalled(member)),
         fault=(work.fault or None) if work is not None else None,
         leaving=member.is_leaving,
-    )
-
-
-def _served(held: Mapping[str, int], entries: Mapping[str, AdapterEntry]) -> tuple[str, ...]:
-    """Names of what is held of the generation that is served."""
-    return tuple(
-        sorted(name for name, generation in held.items() if name in entries and entries[name].generation == generation)
     )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from cluster.fleet import LoadOutcome
+from lora_core.errors import LoRAFleetError, RouterReplaced
 from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 
 SHOWN_HASH = 12
@@ -63,6 +65,18 @@ def judge_staging(name: str, answers: Answers, late: list[str], timeout_s: float
     else:
         return _judge_content(name, answers)
     return LoRAResponse(LoRAStatus.UNAVAILABLE, f"adapter {name!r} was not loaded: {fault}")
+
+
+def refused(error: LoRAFleetError, statuses: Mapping[type[LoRAFleetError], LoRAStatus]) -> LoadOutcome:
+    """How a change ended that was refused before any replica heard of it; particular kinds come first in `statuses`.
+
+    Raises:
+        RouterReplaced: where that is why. Whoever asked finds the other router, and asks that one.
+    """
+    if isinstance(error, RouterReplaced):
+        raise error
+    status = next((status for kind, status in statuses.items() if isinstance(error, kind)), None)
+    return LoadOutcome(status=status or LoRAStatus.UNSPECIFIED_ERROR, message=str(error))
 
 
 def failures(answers: Answers) -> dict[str, LoRAResponse]:

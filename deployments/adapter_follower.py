@@ -15,6 +15,7 @@ from deployments.held_adapters import HeldAdapters
 from deployments.replica_reports import ReplicaReports
 from deployments.router_calls import Router
 from deployments.slot_keeper import SlotKeeper
+from deployments.untold_loads import UntoldLoads
 from lora_core.errors import ConfigError, EngineDead, ReplicaUnknown, RequestTimeout
 from lora_core.messages import Residency
 from lora_core.types import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
@@ -78,6 +79,7 @@ class AdapterFollower:
         self._speaking = asyncio.Lock()
         self._unsaid: list[tuple[Step, LoRAResponse]] = []
         self._unsaid_changed = asyncio.Event()
+        self._untold = UntoldLoads()
         # While this replica joins: what it waits for, and the outcomes of its configuration, told all or none.
         self._joining: asyncio.Future[None] | None = None
         self._awaited: set[Step] = set()
@@ -197,15 +199,21 @@ class AdapterFollower:
     async def _register(self) -> None:
         async with self._speaking:
             # What is being changed is neither held nor not: the router says what is to come of it, or else it goes.
-            changing = self._lanes.disown()
+            # Nor is what nobody has compared with what the other replicas found.
+            changing = self._lanes.names | self._untold.names
             holding = {name: generation for name, generation in self._held.generations.items() if name not in changing}
             registration = await self._router.register(self._replica_id, holding, sorted(self._held.pinned - changing))
+            # Not before: while there is no router actor, what it once asked for is done all the same.
+            self._lanes.disown()
             self._unsaid.clear()
+            uncertain = self._lanes.names
+            may_hold = changing & (uncertain | self._held.generations.keys())
+            may_pin = may_hold & (uncertain | self._held.pinned)
         self.router_name, self._lease_s = registration.router_name, registration.lease_s
         self._work_period_s, self._wishes_version = registration.work_period_s, NO_WISHES
         # May go back: a router actor that lost its journal counts anew.
         self.epoch = registration.epoch
-        changes = registration.changes + _corrections(changing, registration)
+        changes = registration.changes + _corrections(may_hold, may_pin, registration)
         steps = [Step(change, registration.epoch) for change in changes]
         if self._joining is not None:
             self._awaited = set(steps)
@@ -231,6 +239,7 @@ class AdapterFollower:
                 # This replica is about to be replaced; where it is not, the engine's word is still needed.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self._untold.note(step, response)
         if step in self._configured:
             self._configured[step] = response
             self._judge_configuration()
@@ -301,6 +310,7 @@ class AdapterFollower:
                 self._unsaid_changed.set()
                 raise
             del self._unsaid[: len(said)]
+            self._untold.told(step for step, _ in said)
         given_up = [Step(unload, None, OTHER_CONTENT) for unload in unloads]
         self._awaited.update(given_up)
         for step in given_up:
@@ -353,19 +363,22 @@ def _outcome(step: Step, response: LoRAResponse) -> Outcome:
     return Outcome(topic=topic_of(step.change.request), epoch=step.epoch, response=response)
 
 
-def _corrections(changing: Collection[str], registration: Registration) -> list[Change]:
-    """What undoes changes that were under way at a registration where the fleet does not want what they lead to."""
-    wanted: dict[str, set[LoRAOperation]] = {name: set() for name in changing}
-    for change in registration.changes:
-        wanted.get(change.request.lora_name, set()).add(change.request.operation)
-    missing = {
-        name: LoRAOperation.UNPIN if LoRAOperation.LOAD in operations else LoRAOperation.UNLOAD
-        for name, operations in wanted.items()
-        if LoRAOperation.PIN not in operations
-    }
-    return [
-        Change(epoch=registration.epoch, request=LoRARequest(operation, name)) for name, operation in missing.items()
+def _corrections(may_hold: Collection[str], may_pin: Collection[str], registration: Registration) -> list[Change]:
+    """What undoes changes of which a registration did not tell, where the fleet does not want what they lead to.
+
+    Args:
+        may_hold: Adapters that may be held, or come to be.
+        may_pin: Those of them that may be pinned.
+        registration: What the fleet wants of these is in it.
+    """
+    wanted = {(change.request.operation, change.request.lora_name) for change in registration.changes}
+    unwanted = [name for name in may_hold if (LoRAOperation.LOAD, name) not in wanted]
+    unpinned = [
+        name for name in may_pin if (LoRAOperation.LOAD, name) in wanted and (LoRAOperation.PIN, name) not in wanted
     ]
+    requests = [LoRARequest(LoRAOperation.UNLOAD, name) for name in sorted(unwanted)]
+    requests += [LoRARequest(LoRAOperation.UNPIN, name) for name in sorted(unpinned)]
+    return [Change(epoch=registration.epoch, request=request) for request in requests]
 
 
 async def _failure_of(attempt: Callable[[], Awaitable[None]]) -> Exception | None:

@@ -50,20 +50,21 @@ class AdapterLanes:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def disown(self) -> set[str]:
+    @property
+    def names(self) -> set[str]:
+        """Names of what is being changed, or is yet to be."""
+        return {step.change.request.lora_name for steps in self._steps.values() for step in steps}
+
+    def disown(self) -> None:
         """Forget changes of the fleet that have not begun; nobody waits for those under way any more.
 
         What a lane is given later still waits for what is left in it.
-
-        Returns:
-            Names of what is still being changed.
         """
         for steps in self._steps.values():
             first, *later = steps
             first.epoch = None
             steps.clear()
             steps.extend([first, *(step for step in later if step.reason is not None)])
-        return {step.change.request.lora_name for steps in self._steps.values() for step in steps}
 
     def is_through(self, name: str, epoch: int) -> bool:
         """Whether no change of an adapter up to `epoch` is left to do, nor what it holds to be given up."""

@@ -22,13 +22,18 @@ class Broadcast:
         progress: Rung whenever a replica has acknowledged something, came or went.
         announce: Wakes replicas that wait for changes, and handles that wait for the table.
         timeout_s: The setting `router.change_timeout_s`.
+        is_resumed: Whether there may be replicas that a router before this one knew.
     """
 
-    def __init__(self, members: Members, progress: Bell, announce: Callable[[], None], timeout_s: float) -> None:
+    def __init__(
+        self, members: Members, progress: Bell, announce: Callable[[], None], timeout_s: float, *, is_resumed: bool
+    ) -> None:
         self._members = members
         self._progress = progress
         self.announce = announce
         self.timeout_s = timeout_s
+        self._is_resumed = is_resumed
+        self._back_by = time.monotonic() + members.lease_s
 
     async def answered(self, change: Change) -> tuple[Answers, list[str]]:
         """Send a change, which has just been recorded; what the live replicas it is for answered, and those that did
@@ -50,12 +55,16 @@ class Broadcast:
         """What live replicas have answered to the change of `epoch`, or to a later one of the topic."""
         return _given({member.replica_id: member.response(topic, epoch) for member in self._members.live})
 
-    async def some_member(self, deadline: float) -> bool:
-        """Whether a replica is live; waits for the first one until `deadline`, of `time.monotonic`."""
-        while not self._members.live:
-            if not await self._progress.wait(deadline - time.monotonic()):
-                return False
-        return True
+    async def members_are_back(self) -> bool:
+        """Whether a replica is live; for a lease after the start, replicas get the time to come.
+
+        Those of a router before this one are all waited for: who has yet to come back serves requests meanwhile, and
+        what is said of the others would not hold of it. Where there was none, the first one will do.
+        """
+        while self._is_resumed or not self._members.live:
+            if not await self._progress.wait(self._back_by - time.monotonic()):
+                break
+        return bool(self._members.live)
 
 
 def _given(answers: Mapping[str, LoRAResponse | None]) -> Answers:

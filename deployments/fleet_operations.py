@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.changes import Change, Topic
-from cluster.fingerprint import folder_fingerprint
 from cluster.fleet import LastError, LoadOutcome
 from cluster.members import Members
+from cluster.names import is_name
 from cluster.registry import AdapterRegistry
 from cluster.verdict import (
     Answers,
@@ -19,14 +19,16 @@ from cluster.verdict import (
     judge_load,
     judge_staging,
     judge_unload,
+    refused,
     slowest,
     text_of,
     told,
     words,
 )
 from deployments.broadcast import Broadcast
+from deployments.folder_looks import FolderLooks
 from deployments.turns import Turns
-from lora_core.errors import AdapterNameTaken, AdapterNotFound, InvalidAdapter, LoRAFleetError
+from lora_core.errors import AdapterNameTaken, AdapterNotFound, InvalidAdapter, LoRAFleetError, RequestTimeout
 from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ STATUSES: Mapping[type[LoRAFleetError], LoRAStatus] = {
     AdapterNameTaken: LoRAStatus.LOAD_NAME_EXISTS,
     AdapterNotFound: LoRAStatus.UNLOAD_NAME_NONEXISTENT,
     InvalidAdapter: LoRAStatus.LOAD_INVALID_ADAPTER,
+    RequestTimeout: LoRAStatus.UNAVAILABLE,
 }
 """What a refusal of a load or unload before any replica hears of it is answered as."""
 
@@ -48,13 +51,15 @@ class Loading:
 
     path: str
     in_place: bool
+    path_is_final: bool
     begun: bool = False
     """Its turn has come: files that change from here on may not be those it loads."""
     task: "asyncio.Task[LoadOutcome]" = field(init=False)
 
-    def includes(self, path: str, in_place: bool) -> bool:
+    def includes(self, later: "Loading") -> bool:
         """Whether this load does what a later one asks for."""
-        return (self.path, self.in_place) == (path, in_place) and not (in_place and self.begun)
+        asked = (later.path, later.in_place, later.path_is_final)
+        return (self.path, self.in_place, self.path_is_final) == asked and not (self.in_place and self.begun)
 
 
 class FleetOperations:
@@ -73,17 +78,14 @@ class FleetOperations:
         members: The live replicas.
         broadcast: Brings changes to them.
         turns: Of the operations on each name.
-        lease_s: For so long after a start, replicas of before get the time to come back.
     """
 
-    def __init__(
-        self, registry: AdapterRegistry, members: Members, broadcast: Broadcast, turns: Turns, lease_s: float
-    ) -> None:
+    def __init__(self, registry: AdapterRegistry, members: Members, broadcast: Broadcast, turns: Turns) -> None:
         self._registry = registry
         self._members = members
         self._broadcast = broadcast
         self._turns = turns
-        self._first_member_by = time.monotonic() + lease_s
+        self._looks = FolderLooks()
         self._loads: dict[str, Loading] = {}
         self._errors: OrderedDict[str, LastError] = OrderedDict()
         # Names whose error is that some replicas have yet to follow.
@@ -99,11 +101,11 @@ class FleetOperations:
         """Name -> how the last operation on it failed, for the names whose last one did; the latest ones."""
         return self._errors
 
-    async def load(self, name: str, path: str, *, in_place: bool = False) -> LoadOutcome:
+    async def load(self, name: str, path: str, *, in_place: bool = False, path_is_final: bool = False) -> LoadOutcome:
         """Load an adapter, or replace one in place; see `AdapterRouter.load`."""
-        loading = self._loads.get(name)
-        if loading is None or not loading.includes(path, in_place):
-            loading = self._loads[name] = Loading(path, in_place)
+        asked, loading = Loading(path, in_place, path_is_final), self._loads.get(name)
+        if loading is None or not loading.includes(asked):
+            loading = self._loads[name] = asked
             loading.task = self._turns.run(self._load(name, loading))
             loading.task.add_done_callback(lambda _: self._ended(name, loading))
         return await asyncio.shield(loading.task)
@@ -113,9 +115,12 @@ class FleetOperations:
         return await asyncio.shield(self._turns.run(self._unload(name)))
 
     def note(self, name: str, outcome: LoadOutcome) -> LoadOutcome:
-        """Remember how an operation on a name failed, or that it did not; returns the outcome."""
+        """Remember how an operation on a name failed, or that it did not; returns the outcome.
+
+        What no adapter can be called is not remembered: it may be of any length, or no text at all.
+        """
         self._forget_error(name)
-        if outcome.status is not LoRAStatus.SUCCESS:
+        if outcome.status is not LoRAStatus.SUCCESS and is_name(name):
             self._errors[name] = LastError(unix_s=time.time(), text=outcome.message)
             if outcome.status is LoRAStatus.PARTIAL:
                 self._partial.add(name)
@@ -145,21 +150,21 @@ class FleetOperations:
     async def _load(self, name: str, loading: Loading) -> LoadOutcome:
         async with self._turns.turn(name):
             loading.begun = True
-            return self.note(name, await self._load_now(name, loading.path, loading.in_place))
+            return self.note(name, await self._load_now(name, loading))
 
-    async def _load_now(self, name: str, path: str, in_place: bool) -> LoadOutcome:
-        if not await self._broadcast.some_member(self._first_member_by):
+    async def _load_now(self, name: str, loading: Loading) -> LoadOutcome:
+        if not await self._broadcast.members_are_back():
             return LoadOutcome(
                 status=LoRAStatus.UNAVAILABLE,
                 message=f"adapter {name!r} was not loaded: no replica is running; try again once /v1/fleet shows one",
             )
-        # Before any replica reads the files: a change during the load shows as one, too.
-        fingerprint = await asyncio.to_thread(folder_fingerprint, path)
-        begin = self._registry.begin_replace if in_place else self._registry.begin_load
+        begin = self._registry.begin_replace if loading.in_place else self._registry.begin_load
         try:
-            change = begin(name, path, fingerprint)
+            path = loading.path if loading.path_is_final else await self._looks.spelling(loading.path)
+            # Before any replica reads the files: a change during the load shows as one, too.
+            change = begin(name, path, await self._looks.fingerprint(path))
         except LoRAFleetError as error:
-            return _failed(error)
+            return refused(error, STATUSES)
         if change is None:
             return await self._loaded_already(name)
         if change.request.lora_name != name:
@@ -179,7 +184,6 @@ class FleetOperations:
         ]
         if refusals:
             change = self._registry.repeat_load(name, refusals)
-            self._registry.repeat_pin(name, refusals)
             again, silent = await self._broadcast.answered(change)
             answers, late = {**answers, **again}, late + silent
         behind = {replica: text_of(answer) for replica, answer in failures(answers).items()}
@@ -229,8 +233,9 @@ class FleetOperations:
         answers, late = await self._broadcast.answered(change)
         staged = self._registry.finish_replace(name)
         self._members.end_swap(name)
-        # A replica that could not serve the generation before had nothing to pin.
-        self._registry.repeat_pin(name)
+        if self._registry.entries[name].pinned:
+            # A replica that could not serve the generation before had nothing to pin.
+            self._registry.repeat_pin(name)
         self._members.forget(staged.request.lora_name)
         self._broadcast.announce()
         behind = behind_swap(answers, late)
@@ -257,7 +262,7 @@ class FleetOperations:
             try:
                 change = self._registry.begin_unload(name)
             except LoRAFleetError as error:
-                return self.note(name, _failed(error))
+                return self.note(name, refused(error, STATUSES))
             answers, late = await self._broadcast.answered(change)
             self._registry.finish_unload(name)
             self._members.forget(name)
@@ -294,10 +299,3 @@ def _served(
 def _unrecorded(name: str, error: LoRAFleetError) -> LoRAResponse:
     """What a load ended with whose end the journal did not take."""
     return LoRAResponse(LoRAStatus.LOAD_ERROR, f"adapter {name!r} was not loaded: {error}")
-
-
-def _failed(error: LoRAFleetError) -> LoadOutcome:
-    status = next(
-        (status for kind, status in STATUSES.items() if isinstance(error, kind)), LoRAStatus.UNSPECIFIED_ERROR
-    )
-    return LoadOutcome(status=status, message=str(error))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from cluster.copies import Host, Plan, plan
 from cluster.fleet import SlotWishes
-from cluster.member import Member
+from cluster.member import Member, names_served
 from cluster.members import Members
 from cluster.popularity import Popularity
 from cluster.registry import AdapterRegistry
@@ -199,10 +199,7 @@ class FleetSlots:
         self._planned.ring()
 
     def _host(self, member: Member) -> Host:
-        served = self._registry.served
-        resident = {
-            name for name, number in member.resident.items() if name in served and number == served[name].generation
-        }
+        resident = names_served(member.resident, self._registry.served)
         refused = {topic.name for topic in member.refusals if not topic.is_pin}
         return Host(member.replica_id, self._slots_of(member), resident=resident, refused=refused)
 

@@ -10,11 +10,16 @@ from typing import Protocol
 from cluster.board import Board
 from cluster.entry import AdapterEntry
 from cluster.fleet import FleetTable, ReplicaState
+from cluster.side_by_side import behind
 from deployments.generation import SlotSnapshot
 from deployments.known_replica import UNKNOWN, KnownReplica
 from deployments.load_notes import LoadNotes, ReplicaKey, Router
 
 logger = logging.getLogger(__name__)
+
+ABSENT = ReplicaState(is_stalled=True)
+"""A replica that its router actor does not know any more may lack what the others have been told: it gets requests only
+where no other replica can."""
 
 RETRY_S = 1.0
 """Pause after following a table has failed."""
@@ -24,7 +29,7 @@ class TableSource(Router, Protocol):
     """One router actor, as far as a handle needs it."""
 
     async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
-        """Call back with the table now and at each change; returns when there will be no more."""
+        """Call back with the table now, at each change, and now and then without one. Returns when there is no more."""
 
 
 class FleetView:
@@ -32,7 +37,7 @@ class FleetView:
 
     During a rolling update replicas of two versions live side by side, each with a router actor of its own. A table
     is kept while a replica names its router, whether or not that is alive. All methods are called on one event loop,
-    but for `load_s` and `is_warm`.
+    but for `entry`, `load_s` and `is_warm`.
 
     Args:
         connect: Makes the source of a router actor's table, given the actor's Ray name.
@@ -50,6 +55,8 @@ class FleetView:
         self._taken_at: dict[str, float] = {}
         # Rows of a router's predecessor, for replicas that have yet to come back to it.
         self._before: dict[str, dict[str, ReplicaState]] = {}
+        # By router, adapters that its replicas have not been told of.
+        self._behind: dict[str, frozenset[str]] = {}
         self._sources: dict[str, TableSource] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._replicas: dict[ReplicaKey, KnownReplica] = {}
@@ -63,10 +70,11 @@ class FleetView:
         self._replicas = {key: known.get(key) or KnownReplica() for key in keys}
         self._keys = {key.replica_id: key for key in keys}
         routers = {key.router for key in keys if key.router}
-        for gone in self._followers.keys() - routers:
-            self._followers.pop(gone).cancel()
+        gone = self._followers.keys() - routers
+        for router in gone:
+            self._followers.pop(router).cancel()
             for kept in (self._tables, self._taken_at, self._before, self._sources):
-                kept.pop(gone, None)
+                kept.pop(router, None)
         loop = asyncio.get_running_loop()
         for router in routers:
             follower = self._followers.get(router)
@@ -77,8 +85,11 @@ class FleetView:
                 self._followers[router] = follower
                 # A handle that is dropped takes its followers with it.
                 weakref.finalize(self, _stop, loop, follower).atexit = False
+        if gone:
+            self._compare_tables()
         for key in self._replicas.keys() - known.keys():
             self._give_row(key)
+            self._replicas[key].take_behind(self._behind.get(key.router, frozenset()))
             self._show(key)
         self._show_copies()
 
@@ -87,19 +98,24 @@ class FleetView:
 
         A router that has just restarted has heard of few replicas: the others keep what was known of them.
         """
-        last, before = self._tables.get(router), self._before.pop(router, {})
+        last = self._tables.get(router)
+        self._taken_at[router] = self._clock()
+        if last is table:
+            return
+        before = self._before.pop(router, {})
         if last is not None and last.router_id != table.router_id:
             before = {**before, **last.replicas}
         before = {replica_id: row for replica_id, row in before.items() if not _reported(table, replica_id)}
         if before:
             self._before[router] = before
         self._tables[router] = table
-        self._taken_at[router] = self._clock()
         for key in self._replicas:
             if key.router == router and self._give_row(key):
                 self._show(key)
         if last is None or last.copies is not table.copies:
             self._show_copies()
+        if last is None or last.adapters is not table.adapters:
+            self._compare_tables()
 
     def take_snapshot(self, snapshot: SlotSnapshot) -> None:
         """Take what a replica's reply says of its slots."""
@@ -132,18 +148,19 @@ class FleetView:
         return UNKNOWN if replica is None else replica.state
 
     def entry(self, adapter: str) -> AdapterEntry | None:
-        """The adapter as the fleet serves it; None where no table has it."""
-        entries = (table.adapters.get(adapter) for table in self._tables.values())
+        """The adapter as the fleet serves it; None where no table has it. May be called on any thread."""
+        # Other threads ask, too.
+        entries = (table.adapters.get(adapter) for table in list(self._tables.values()))
         return next((entry for entry in entries if entry is not None), None)
 
     @property
     def table_age_s(self) -> float | None:
-        """Seconds since the oldest of the tables in use changed; None without any."""
+        """Seconds since a router was last heard of, the one that has been silent for longest; None without any."""
         return self._clock() - min(self._taken_at.values()) if self._taken_at else None
 
     def is_warm(self, adapter: str) -> bool:
-        """Whether the adapter is in a slot somewhere. May be called on any thread."""
-        return any(adapter in replica.state.resident for replica in list(self._replicas.values()))
+        """Whether the adapter is in a slot where it can be served. May be called on any thread."""
+        return any(_is_warm(adapter, replica.state) for replica in list(self._replicas.values()))
 
     def load_s(self, adapter: str) -> float:
         """Seconds until the adapter can be in a slot somewhere, by the measured rate of the best place it is in.
@@ -152,7 +169,7 @@ class FleetView:
         """
         entry = self.entry(adapter)
         states = [replica.state for replica in list(self._replicas.values())]
-        if entry is None or any(adapter in state.resident for state in states):
+        if entry is None or any(_is_warm(adapter, state) for state in states):
             return 0.0
         known = [_load_s(adapter, entry, state) for state in states]
         return min((load_s for load_s in known if load_s is not None), default=0.0)
@@ -169,12 +186,18 @@ class FleetView:
         if table is None:
             return False
         before = self._before.get(key.router, {}).get(key.replica_id)
-        return self._replicas[key].take_row(before or table.replicas.get(key.replica_id, UNKNOWN))
+        return self._replicas[key].take_row(before or table.replicas.get(key.replica_id, ABSENT))
 
     def _show(self, key: ReplicaKey) -> None:
         replica = self._replicas[key]
         self._board.set_state(key.replica_id, replica.state)
         self._board.set_hints(key.replica_id, replica.hints)
+
+    def _compare_tables(self) -> None:
+        self._behind = behind(self._tables)
+        for key, replica in self._replicas.items():
+            if replica.take_behind(self._behind.get(key.router, frozenset())):
+                self._show(key)
 
     def _show_copies(self) -> None:
         tables = list(self._tables.values())
@@ -188,10 +211,18 @@ class FleetView:
         self._board.set_copies(copies)
 
 
+def _can_serve(adapter: str, state: ReplicaState) -> bool:
+    return not (state.is_stalled or adapter in state.stalled or adapter in state.refused)
+
+
+def _is_warm(adapter: str, state: ReplicaState) -> bool:
+    return adapter in state.resident and _can_serve(adapter, state)
+
+
 def _load_s(adapter: str, entry: AdapterEntry, state: ReplicaState) -> float | None:
     """Seconds until one replica can have the adapter in a slot; None where that is not known."""
     tier = "host" if adapter in state.in_memory else "disk"
-    if adapter in state.refused or tier not in state.load_ms_per_mib or not entry.slot_bytes:
+    if not _can_serve(adapter, state) or tier not in state.load_ms_per_mib or not entry.slot_bytes:
         return None
     return state.load_ms_per_mib[tier] * entry.slot_bytes / 2**20 / 1000
 

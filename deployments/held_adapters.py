@@ -15,7 +15,7 @@ from lora_core.channel import NUM_LOADERS
 from lora_core.errors import EngineDead, EngineError, LoRAFleetError
 from lora_core.messages import Residency
 from lora_core.places import Places
-from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
+from lora_core.types import AdapterRef, LoadReport, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ class HeldAdapters:
         self._spent: set[int] = set()
         self._fleet_generations: dict[int, int] = {}
         self._generations: dict[str, int] = {}
+        # Of what is loaded, what its load found.
+        self._reports: dict[str, LoadReport] = {}
         self._pinned: set[str] = set()
         self._refusals: dict[str, str] = {}
 
@@ -125,17 +127,21 @@ class HeldAdapters:
 
     async def _load(self, request: LoRARequest) -> LoRAResponse:
         name = request.lora_name
-        held = self._generations.get(name)
-        if held is not None and held == request.generation:
-            return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} is held already")
+        held, report = self._generations.get(name), self._reports.get(name)
+        is_content = report is None or request.content_hash in (None, report.content_hash)
+        if held is not None and held == request.generation and is_content:
+            return LoRAResponse(LoRAStatus.SUCCESS, f"LoRA adapter {name!r} is held already", report)
         # Whatever it says: what is held under the name is not what it stands for now.
         replace = request.replace or held is not None
         async with self._loading():
             response = await self._ask_load(msgspec.structs.replace(request, replace=replace))
         if response.status is LoRAStatus.SUCCESS:
+            self._refusals.pop(name, None)
+            self._reports.pop(name, None)
             if request.generation is not None:
                 self._generations[name] = request.generation
-            self._refusals.pop(name, None)
+            if response.report is not None:
+                self._reports[name] = response.report
             return response
         if held is not None or response.status in MAYBE_GIVEN:
             # Another generation is not what the name stands for now; and an engine that did not answer in time may yet
@@ -178,6 +184,7 @@ class HeldAdapters:
         if response.status in (LoRAStatus.SUCCESS, LoRAStatus.UNLOAD_NAME_NONEXISTENT):
             name = request.lora_name
             self._generations.pop(name, None)
+            self._reports.pop(name, None)
             self._refusals.pop(name, None)
             self._pinned.discard(name)
         return response

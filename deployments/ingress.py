@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.access import AccessSettings
 from cluster.entry import AdapterEntry
-from cluster.fleet import Alias, AliasInFleet, FleetTable, LoadOutcome
+from cluster.fleet import Alias, AliasInFleet, LoadOutcome
 from cluster.quotas import TenantQuotas
 from cluster.schema import QueueSettings, TracingSettings
 from cluster.status import AdapterReport, FleetReport, Page
@@ -297,9 +297,9 @@ class Ingress:
     async def num_replicas(self) -> int:
         """Replicas that can serve now: those that have applied the adapter changes they found when they joined."""
         table = self._directory.table
-        if table is None or not _num_joined(table):
+        if table is None or not table.num_joined:
             table = await self._directory.refresh()
-        return 0 if table is None else _num_joined(table)
+        return 0 if table is None else table.num_joined
 
     async def starts_on_demand(self) -> bool:
         """Whether the fleet may be without any replica, and the next request starts one."""
@@ -345,8 +345,3 @@ def parse_body(body: dict[str, Any]) -> GenerationRequest:
         return kind.model_validate(body)
     except ValidationError as error:
         raise InvalidRequest(describe_validation(error)[0]) from None
-
-
-def _num_joined(table: FleetTable) -> int:
-    # A replica reports what it holds for the first time when it has joined.
-    return sum(state.sequence >= 0 and not state.is_leaving for state in table.replicas.values())

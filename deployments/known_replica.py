@@ -20,16 +20,12 @@ class KnownReplica:
 
     def __init__(self) -> None:
         self._row = UNKNOWN
+        self._behind: frozenset[str] = frozenset()
         self._told: SlotSnapshot | None = None
         self._claims: Counter[str] = Counter()
-        self._state: ReplicaState | None = None
-
-    @property
-    def state(self) -> ReplicaState:
-        """What the replica says of itself, claims left aside; the same object until that changes."""
-        if self._state is None:
-            self._state = self._merged()
-        return self._state
+        self.state = UNKNOWN
+        """What the replica says of itself, claims left aside; the same object until that changes. It is made there, as
+        other threads read it."""
 
     @property
     def hints(self) -> frozenset[str]:
@@ -41,16 +37,26 @@ class KnownReplica:
         """Take the replica's row of a newer table; whether it is another one."""
         if row is self._row:
             return False
-        self._row, self._state = row, None
+        self._row = row
         if self._told is not None and self._told.sequence <= row.sequence:
             self._told = None
+        self.state = self._merged()
+        return True
+
+    def take_behind(self, adapters: frozenset[str]) -> bool:
+        """Take which adapters it cannot have been told of; whether these are others than before."""
+        if adapters == self._behind:
+            return False
+        self._behind = adapters
+        self.state = self._merged()
         return True
 
     def take_snapshot(self, snapshot: SlotSnapshot) -> bool:
         """Take what a reply says of the slots; whether it is news: an older word than the last one is not."""
         if snapshot.sequence <= (self._row.sequence if self._told is None else self._told.sequence):
             return False
-        self._told, self._state = snapshot, None
+        self._told = snapshot
+        self.state = self._merged()
         return True
 
     def claim(self, adapter: str) -> bool:
@@ -70,10 +76,13 @@ class KnownReplica:
         return True
 
     def _merged(self) -> ReplicaState:
+        row = self._row
+        if self._behind:
+            row = msgspec.structs.replace(row, refused=row.refused | self._behind)
         if self._told is None:
-            return self._row
+            return row
         return msgspec.structs.replace(
-            self._row,
+            row,
             resident=frozenset(self._told.resident),
             loading=frozenset(self._told.loading),
             num_slots_used=self._told.num_slots_used,

@@ -1,4 +1,4 @@
-"""`Refusals`: asks replicas again for adapters that others serve and they do not."""
+"""`Refusals`: asks replicas again for what others have done and they have not."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 class Refusals:
     """Whatever a replica refused it for, an adapter that is served is asked of it again and again, with growing pauses:
-    its disk may have room again, its mount be back, or the files be put right.
+    its disk may have room again, its mount be back, or the files be put right. So are pins, and their ends.
 
     Args:
         registry: The desired adapters.
@@ -37,16 +37,18 @@ class Refusals:
         """Take what a replica has just acknowledged."""
         now = time.monotonic()
         for outcome in outcomes:
-            (name, is_pin), response = outcome.topic, outcome.response
-            entry = self._registry.entries.get(name)
-            if is_pin or entry is None:
+            topic, response = outcome.topic, outcome.response
+            entry = self._registry.entries.get(topic.name)
+            if entry is None:
                 continue
-            if response.status is LoRAStatus.SUCCESS:
-                self._retries.note_success(name, replica_id)
+            # What a replica does not serve it has not to pin: it is asked for both again together.
+            if response.status in (LoRAStatus.SUCCESS, LoRAStatus.PIN_NAME_NONEXISTENT):
+                self._retries.note_success(topic, replica_id)
                 continue
-            self._retries.note_refusal(name, replica_id, entry.generation, text_of(response), now)
-            if name in self._registry.served:
-                logger.warning("replica %s does not serve adapter %r: %s", replica_id, name, text_of(response))
+            self._retries.note_refusal(topic, replica_id, entry.generation, text_of(response), now)
+            if topic.name in self._registry.served:
+                what = "pin, or unpin," if topic.is_pin else "serve"
+                logger.warning("replica %s does not %s adapter %r: %s", replica_id, what, topic.name, text_of(response))
         self._schedule()
 
     def drop(self, replica_ids: Iterable[str]) -> None:
@@ -54,7 +56,7 @@ class Refusals:
         self._retries.drop(list(replica_ids))
 
     def of(self, name: str) -> dict[str, Retry]:
-        """Replica id -> when it is asked again for an adapter."""
+        """Replica id -> when it is asked to load an adapter again."""
         return self._retries.of(name, time.monotonic())
 
     def close(self) -> None:
@@ -73,14 +75,15 @@ class Refusals:
 
     def _ask_again(self) -> None:
         now = time.monotonic()
-        for name, replica_ids in self._retries.take_due(now).items():
-            entry = self._registry.entries.get(name)
+        for topic, replica_ids in self._retries.take_due(now).items():
+            entry = self._registry.entries.get(topic.name)
             if entry is None:
-                self._retries.forget(name)
-            elif entry.state != "ready" or self._turns.is_taken(name):
-                self._retries.postpone(name, replica_ids, now)
+                self._retries.forget(topic)
+            elif entry.state != "ready" or self._turns.is_taken(topic.name):
+                self._retries.postpone(topic, replica_ids, now)
+            elif topic.is_pin:
+                self._registry.repeat_pin(topic.name, replica_ids)
             else:
-                self._registry.repeat_load(name, replica_ids)
-                self._registry.repeat_pin(name, replica_ids)
+                self._registry.repeat_load(topic.name, replica_ids)
         self._broadcast.announce()
         self._schedule()

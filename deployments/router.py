@@ -83,10 +83,14 @@ class AdapterRouter:
         self._changed, self._progress = Bell(), Bell()
         self._feed = TableFeed(self._registry, self._members)
         self._turns = Turns()
-        broadcast = Broadcast(self._members, self._progress, self._announce, self._settings.change_timeout_s)
-        self._operations = FleetOperations(
-            self._registry, self._members, broadcast, self._turns, self._settings.lease_s
+        broadcast = Broadcast(
+            self._members,
+            self._progress,
+            self._announce,
+            self._settings.change_timeout_s,
+            is_resumed=self._registry.is_resumed,
         )
+        self._operations = FleetOperations(self._registry, self._members, broadcast, self._turns)
         self._claims = SlotClaims(self._registry, self._members, broadcast, self._turns, num_slots)
         self._refusals = Refusals(self._registry, broadcast, self._turns)
         self._slots = FleetSlots(
@@ -277,14 +281,13 @@ class AdapterRouter:
         if not is_text(path):
             message = f"the adapter's path {path!r} is not text in UTF-8; name the folder otherwise"
             return LoadOutcome(status=LoRAStatus.LOAD_INVALID_PATH, message=message)
-        path = path if path_is_final else one_spelling(path)
         try:
             check_name(name, self._base_name)
         except AdapterError as error:
             taken = isinstance(error, AdapterNameTaken)
             status = LoRAStatus.LOAD_NAME_EXISTS if taken else LoRAStatus.LOAD_INVALID_ADAPTER
             return LoadOutcome(status=status, message=str(error))
-        return await self._operations.load(name, path, in_place=load_inplace)
+        return await self._operations.load(name, path, in_place=load_inplace, path_is_final=path_is_final)
 
     async def unload(self, name: str) -> LoadOutcome:
         """Stop serving an adapter: new requests no longer find it at once, accepted ones finish."""

@@ -27,7 +27,7 @@ from cluster.picture import FleetPicture
 from cluster.status import AdapterReport, FleetReport, Page
 from cluster.table_changes import TableDelta, applied
 from deployments.ray_internals import SERVE_NAMESPACE
-from lora_core.errors import AdapterNotFound, EngineDead, LoRAFleetError, RequestTimeout
+from lora_core.errors import AdapterNotFound, EngineDead, LoRAFleetError, RequestTimeout, RouterReplaced
 from lora_core.messages import Residency
 from lora_core.types import LoRAStatus
 from lora_core.workload import Workload
@@ -41,7 +41,10 @@ POLL_S = 10.0
 
 
 class RouterClient:
-    """Calls the router actor, finding it again after it died.
+    """Calls the router actor, finding it again after it died, or where another version's has taken its place.
+
+    While a new version of the application rolls out, each has a router actor, and that of the old one lives for as long
+    as its last stream. It is left when it has no replica any more that takes requests, or refuses to change anything.
 
     Every method raises RequestTimeout when the router actor cannot be reached within `patience_s`, and EngineDead when
     this process has left Ray.
@@ -68,7 +71,7 @@ class RouterClient:
 
         Args:
             replica_id: Serve's unique id of the replica.
-            holding: name -> generation of the adapters it has loaded already.
+            holding: name -> generation of the adapters it has loaded already, and told a router actor what it found.
             pinned: Names of those it has pinned.
         """
         registration: Registration = await self._call("register", replica_id, dict(holding or {}), list(pinned))
@@ -197,25 +200,28 @@ class RouterClient:
         version, router_id = (0, "") if last is None else (last.version, last.router_id)
         news: FleetTable | list[TableDelta] = await self._call("watch", version, timeout_s, router_id)
         if isinstance(news, FleetTable):
-            return news
-        assert last is not None, "deltas lead on from a table"
-        return applied(last, news)
+            table = news
+        else:
+            assert last is not None, "deltas lead on from a table"
+            table = applied(last, news)
+        if not table.num_joined:
+            self._actor = None
+        return table
 
     async def follow_table(self, callback: Callable[[FleetTable], None]) -> None:
-        """Call back with the table now and at each change, until cancelled or until this process leaves Ray.
+        """Call back with the table now, at each change, and each time the router says that there was none for a while.
 
-        Waits for as long as there is no router. What a change leaves as it was is the same object in both tables.
+        Ends when it is cancelled, or when this process leaves Ray. Waits for as long as there is no router. What a
+        change leaves as it was is the same object in both tables.
         """
         last: FleetTable | None = None
         while ray.is_initialized():
             try:
-                table = await self.watch(last, POLL_S)
+                last = await self.watch(last, POLL_S)
             except LoRAFleetError as error:
                 logger.warning("%s", error)
                 continue
-            if table is not last:
-                last = table
-                callback(table)
+            callback(last)
 
     # Inside
 
@@ -245,20 +251,23 @@ class RouterClient:
                 try:
                     return await getattr(actor, method).remote(*args)
                 except RayTaskError as error:
-                    raise _cause(error) from None
+                    cause = _cause(error)
+                    if not isinstance(cause, RouterReplaced):
+                        raise cause from None
+                    fault, self._actor = cause, None
                 except TaskCancelledError:
                     raise
                 except RayError as error:
                     # Ray has many words for a dead actor.
                     fault, self._actor = error, None
-                    # The time it took to answer, as a load may, was not spent looking.
-                    looking_since += time.monotonic() - asked
                     if deaths is not None:
                         deaths.append(error)
                     if not again:
                         raise EngineDead(
                             f"the router actor died during {method}; look whether it was done, and ask again if not"
                         ) from None
+                # The time it took to answer, as a load may, was not spent looking.
+                looking_since += time.monotonic() - asked
             if time.monotonic() - looking_since > self._patience_s:
                 raise RequestTimeout(
                     f"the router actor could not be reached within {self._patience_s:g} s "

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
+from cluster.changes import Topic
 from cluster.entry import AdapterEntry
 from cluster.fleet import LoadOutcome
 from cluster.members import Members
 from cluster.registry import AdapterRegistry
-from cluster.verdict import judge_pin, text_of, words
+from cluster.verdict import failures, judge_pin, refused, text_of, words
 from deployments.broadcast import Broadcast
 from deployments.turns import Turns
 from lora_core.errors import AdapterError, AdapterNotFound, EngineError, InvalidRequest, LoRAFleetError
@@ -47,19 +48,16 @@ class SlotClaims:
     async def set_pin(self, name: str, pinned: bool) -> LoadOutcome:
         """Pin or unpin an adapter on every replica; a pin that one refuses is taken back from all."""
         async with self._turns.turn(name):
+            await self._broadcast.members_are_back()
             done = "pinned" if pinned else "no longer pinned"
             try:
                 if pinned:
                     self._check_total(name, pins=1)
                 change = self._registry.set_pin(name, pinned, self._most_pins())
             except LoRAFleetError as error:
-                status = next(
-                    (status for kind, status in PIN_STATUSES.items() if isinstance(error, kind)),
-                    LoRAStatus.UNSPECIFIED_ERROR,
-                )
-                return LoadOutcome(status=status, message=str(error))
+                return refused(error, PIN_STATUSES)
             if change is None:
-                return LoadOutcome(status=LoRAStatus.SUCCESS, message=f"adapter {name!r} is {done} already")
+                return await self._ask_those_behind(name, done)
             answers, late = await self._broadcast.answered(change)
             refusal = judge_pin(name, answers, late, self._broadcast.timeout_s)
             if refusal is None:
@@ -68,6 +66,28 @@ class SlotClaims:
             if pinned:
                 refusal = await self._take_pin_back(name, refusal)
             return LoadOutcome(status=refusal.status, message=text_of(refusal), per_replica=words(answers))
+
+    async def _ask_those_behind(self, name: str, done: str) -> LoadOutcome:
+        """Answer a pin or unpin that changes nothing. Joined replicas that have not done it are asked again."""
+        topic, message = Topic(name, is_pin=True), f"adapter {name!r} is {done} already"
+        # Whenever it was asked for.
+        answers = self._broadcast.answers(topic, epoch=0)
+        done_on = answers.keys() - failures(answers)
+        behind = [
+            member.replica_id
+            for member in self._members.live
+            # One that starts does it before it has joined, or refuses.
+            if member.replica_id not in done_on and (member.replica_id in answers or member.residency is not None)
+        ]
+        if not behind:
+            return LoadOutcome(status=LoRAStatus.SUCCESS, message=message, per_replica=words(answers))
+        again, late = await self._broadcast.answered(self._registry.repeat_pin(name, behind))
+        answers = {**answers, **again}
+        refusal = judge_pin(name, answers, late, self._broadcast.timeout_s)
+        if refusal is not None:
+            message = f"{message}, but not everywhere: {text_of(refusal)}"
+        status = LoRAStatus.SUCCESS if refusal is None else refusal.status
+        return LoadOutcome(status=status, message=message, per_replica=words(answers))
 
     async def set_min_copies(self, name: str, min_copies: int) -> AdapterEntry:
         """Have an adapter in a slot of at least so many replicas.
@@ -80,6 +100,7 @@ class SlotClaims:
         async with self._turns.turn(name):
             if min_copies < 1:
                 raise InvalidRequest(f"min_copies is {min_copies}; expected at least 1")
+            await self._broadcast.members_are_back()
             num_replicas = len(self._members.live)
             if min_copies > 1 and not num_replicas:
                 raise EngineError("no replica is running, so none can hold a copy; try again once /v1/fleet shows one")

@@ -11,6 +11,7 @@ from cluster.fleet import LoadOutcome
 from cluster.quotas import RETRY_AFTER_OWN_S, TenantQuotas, over
 from deployments.caller_context import current_caller
 from deployments.directory import SHOWN_NAME
+from deployments.folder_looks import FolderLooks
 from deployments.generation import GenerateChunk
 from deployments.http_api import Service
 from deployments.openai_api import GenerationRequest, TextRequest, TokensRequest
@@ -46,6 +47,11 @@ class TenantService:
         self._service = service
         self._base_name = base_name
         self._tenants = access.tenants
+        self._sources = {
+            name: AdapterSources(tenant.sources, f"access.tenants.{name}.sources")
+            for name, tenant in access.tenants.items()
+        }
+        self._looks = FolderLooks()
         self._quotas = quotas
         # Of each tenant, names whose load is under way.
         self._loading: dict[str, set[str]] = {}
@@ -128,8 +134,7 @@ class TenantService:
                 f"this key loads adapters whose names begin with {caller.tenant + '/'!r}, found "
                 f"{_shown_name(lora_name)}; the operator of this server can load others"
             )
-        setting = f"access.tenants.{caller.tenant}.sources"
-        path = AdapterSources(self._tenants[caller.tenant].sources, setting).locate(lora_path)
+        path = await self._looks.see(self._sources[caller.tenant].locate, lora_path)
         with self._counted(caller.tenant, lora_name, await self._own(caller)):
             return await self._service.load_adapter(lora_name, path, load_inplace, path_is_final=True, **more)
 

@@ -59,14 +59,17 @@ class Watchdog:
         self._engine = engine
         self._watch = ProgressWatch(deadlines)
         self._tell = tell
+        # As last told.
         self._stalled: dict[str, str] = {}
         self._fault = ""
+        self._to_heal: dict[str, str] = {}
+        self._is_condemned = False
         # Counted in looks: while the loop is held up, the engine is not to blame.
         self._now_s = 0.0
 
     async def run(self) -> None:
         """Look until the replica is condemned. A look that fails is logged, and costs only itself."""
-        while not self._fault:
+        while not self._is_condemned:
             await asyncio.sleep(TICK_S)
             try:
                 self.look()
@@ -78,18 +81,21 @@ class Watchdog:
         self._now_s += TICK_S
         verdict = self._watch.judge(self._now_s, self._engine.signs())
         stalled, fault = dict(verdict.adapters), verdict.replica or ""
-        if (stalled, fault) != (self._stalled, self._fault):
+        # It is said once what is to be healed: what fails below is done at the next look.
+        self._to_heal = {name: stalled[name] for name in (*self._to_heal, *verdict.to_heal) if name in stalled}
+        if (stalled, fault) != (self._stalled, self._fault) and _went_well(self._tell, stalled, fault):
             self._stalled, self._fault = stalled, fault
-            self._tell(stalled, fault)
         if fault:
             logger.error("this replica is stalled and will be replaced: %s", fault)
             self._engine.condemn(EngineDead(f"the replica is stalled: {fault}"))
+            self._is_condemned = True
             return
-        for name in verdict.to_heal:
-            self._heal(name, stalled[name])
+        for name, why in list(self._to_heal.items()):
+            if _went_well(self._heal, name, why):
+                self._count_heal()
+                del self._to_heal[name]
 
     def _heal(self, name: str, why: str) -> None:
-        self._count_heal()
         if name == BASE:
             num_ended = self._engine.end_requests(name, EngineDead(f"{why}; its requests on this replica were ended"))
             logger.error("%s; %d request(s) ended", why, num_ended)
@@ -98,3 +104,13 @@ class Watchdog:
         num_ended = self._engine.end_requests(name, fault)
         self._engine.reset_adapter(name, why)
         logger.error("%s; %d request(s) ended, and the adapter is loaded anew", why, num_ended)
+
+
+def _went_well(step: Callable[..., None], *args: object) -> bool:
+    """Take a step of a look. One that fails is logged, and keeps none of the others from being taken."""
+    try:
+        step(*args)
+    except Exception:
+        logger.exception("looking after the engine failed; it is tried again")
+        return False
+    return True

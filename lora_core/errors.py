@@ -16,6 +16,7 @@
     ├── ConfigError               a setting that cannot work, found at start
     │   └── UnsupportedModel      the base model's architecture is not declared
     ├── ReplicaUnknown            the router actor does not know the replica that speaks; no client sees it
+    ├── RouterReplaced            the router actor that was asked for a change is no longer the one to ask
     ├── AccessRefused             what a caller may not do
     │   ├── KeyRefused            no key, or one that nobody has
     │   └── NotPermitted          the key is right, and does not reach so far
@@ -84,6 +85,10 @@ class UnsupportedModel(ConfigError):
 
 class ReplicaUnknown(LoRAFleetError):
     """The router does not know this replica (its lease ran out, or the router restarted): register again."""
+
+
+class RouterReplaced(LoRAFleetError):
+    """A later router has opened this one's journal. Nothing was changed: ask that one."""
 
 
 class AccessRefused(LoRAFleetError):

@@ -35,6 +35,7 @@ class Replica:
         self.engine: dict[str, Content] = {}
         self.disk: dict[str, str] = {}
         self.pins: set[str] = set()
+        self.most_pins: int | None = None
         self.generations: set[int] = set()
         self.may_swap = asyncio.Event()
         self.may_swap.set()
@@ -90,6 +91,8 @@ class Replica:
                 if self.engine.pop(request.lora_name, None) is None:
                     return LoRAResponse(LoRAStatus.UNLOAD_NAME_NONEXISTENT, "not here")
             case LoRAOperation.PIN:
+                if self.most_pins is not None and len(self.pins - {request.lora_name}) >= self.most_pins:
+                    return LoRAResponse(LoRAStatus.PIN_ERROR, f"{len(self.pins)} are pinned")
                 self.pins.add(request.lora_name)
             case LoRAOperation.UNPIN:
                 self.pins.discard(request.lora_name)

@@ -1,7 +1,9 @@
 """`AdapterFollower` against the real router, reached without Ray, over a line that can be cut."""
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +85,14 @@ class Line:
     def __init__(self, router: AdapterRouter) -> None:
         self.router = router
         self.cut = False
+        self.down: set[str] = set()
+        """Kinds of calls that never get through."""
         self.fail_next: set[str] = set()
         self.calls: list[str] = []
 
     async def _call(self, method: str, *args: Any) -> Any:
         self.calls.append(method)
-        if self.cut or method in self.fail_next:
+        if self.cut or method in self.down or method in self.fail_next:
             self.fail_next.discard(method)
             raise ConnectionError(f"{method}: the line is cut")
         return await getattr(self.router, method)(*args)
@@ -234,6 +238,74 @@ async def test_a_replica_with_other_files_than_those_that_were_loaded_meanwhile_
     assert follower.refusal("a") is not None
     assert (await fleet.router.table()).replicas["replica-2"].refused == {"a"}
     await follower.close()
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+async def test_content_that_no_router_has_compared_is_compared_by_the_next_one(is_done: bool, fleet: Fleet) -> None:
+    fleet.settings["lora_paths"] = ["a=/a"]
+    await fleet.restart_router()
+    other = Engine()
+    other.content_hash = "other files"
+    other.gate.clear()
+    follower = AdapterFollower(fleet.line, other.apply, "replica-2", num_slots=4)
+    joining = asyncio.create_task(follower.join())
+    await until(lambda: "register" in fleet.line.calls)
+    await fleet.follower.join()
+    # It loads without knowing what the first one found, and can tell nobody before the router is another one.
+    fleet.line.down.add("acknowledge")
+    if is_done:
+        other.gate.set()
+        await until(lambda: other.loaded != {})
+    await fleet.restart_router()
+    await until(lambda: len(fleet.router._members.live) == 2)
+    other.gate.set()
+    fleet.line.down.clear()
+    await joining
+    await until(lambda: not fleet.router._members.get("replica-2").pending)
+    assert other.loaded == {}
+    assert follower.refusal("a") is not None
+    assert fleet.engine.loaded != {}
+    assert (await fleet.router.table()).replicas["replica-2"].refused == {"a"}
+    await follower.close()
+
+
+async def test_content_that_only_the_replicas_know_is_told_to_the_next_router(fleet: Fleet) -> None:
+    fleet.settings["lora_paths"] = ["a=/a"]
+    await fleet.restart_router()
+    await fleet.join()
+    with closing(sqlite3.connect(fleet.settings["journal"])) as database:
+        database.execute("UPDATE adapters SET content_hash = NULL, report = NULL")
+        database.commit()
+    await fleet.restart_router()
+    await until(lambda: fleet.router._registry.entries["a"].content_hash == "as on every node")
+    assert fleet.engine.done == [("load", "a")], "it is not read again"
+    assert serves(await fleet.router.table(), "replica-1") == {"a"}
+
+
+async def test_a_request_waits_for_the_change_it_needs_while_there_is_no_router(fleet: Fleet) -> None:
+    fleet.settings["change_timeout_s"] = 0.2
+    await fleet.restart_router()
+    second = Engine()
+    follower = AdapterFollower(Line(fleet.router), second.apply, "replica-2", num_slots=4)
+    await follower.join()
+    await fleet.join()
+    await fleet.router.load("a", "/old")
+    fleet.engine.gate.clear()
+    assert (await fleet.router.unload("a")).status is LoRAStatus.SUCCESS
+    outcome = await fleet.router.load("a", "/new")
+    assert (outcome.status, outcome.behind) == (LoRAStatus.PARTIAL, ["replica-1"])
+    await follower.close()
+    fleet.line.down.add("register")
+    await fleet.restart_router()
+    await until(lambda: fleet.line.calls.count("register") >= 2)
+    fleet.engine.gate.set()
+    await fleet.follower.wait_for("a", outcome.epoch, 2)
+    assert fleet.engine.loaded == {"a": outcome.epoch}
+    fleet.line.down.clear()
+    await until(lambda: fleet.router._members.live != [])
+    await until(lambda: fleet.router._members.live[0].pending == {})
+    assert fleet.engine.loaded == {"a": outcome.epoch}
+    assert fleet.engine.done == [("load", "a"), ("unload", "a"), ("load", "a")], "it was done once"
 
 
 async def test_pins_are_applied_and_told_to_a_router_that_restarts(fleet: Fleet) -> None:

@@ -134,6 +134,17 @@ def test_targets_that_the_configuration_no_longer_names_are_dropped(tmp_path: Pa
     assert successor.aliases.all() == AdapterRegistry(path, static={"t": "/t"}, run="2").aliases.all()
 
 
+def test_a_name_that_the_configuration_gives_to_an_adapter_is_no_alias_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    registry = AdapterRegistry(path, static={"s": "/s"}, run="1")
+    for name in ("taken", "kept"):
+        registry.set_alias(name, {"s": 1})
+    successor = AdapterRegistry(path, static={"s": "/s", "taken": "/t"}, run="2")
+    assert successor.aliases.current.keys() == {"kept"}
+    assert successor.begin_unload("taken").request.generation == successor.entries["taken"].generation
+    assert successor.aliases.all() == AdapterRegistry(path, static={"s": "/s"}, run="3").aliases.all()
+
+
 def test_a_move_that_cannot_be_journalled_did_not_happen(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     registry = AdapterRegistry(path)

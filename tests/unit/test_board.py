@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cluster.board import Board
 from cluster.fleet import ReplicaState
 from cluster.placement import TERMS, PlacementSettings, rank
+from cluster.progress import BASE
 from cluster.rendezvous import hash_order
 
 IDS = [f"r{i}" for i in range(6)]
@@ -27,7 +28,7 @@ def states(draw: st.DrawFn) -> ReplicaState:
         resident=resident,
         in_memory=draw(NAMES),
         refused=draw(st.sampled_from([frozenset(), frozenset("a"), frozenset("bc")])),
-        stalled=draw(st.sampled_from([frozenset(), frozenset("d")])),
+        stalled=draw(st.sampled_from([frozenset(), frozenset("d"), frozenset([BASE])])),
         is_stalled=draw(st.integers(0, 9)) == 0,
         loading=draw(NAMES),
         num_slots=draw(st.integers(0, 4)),

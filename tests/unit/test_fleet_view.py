@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from cluster.board import Board
@@ -216,4 +217,104 @@ async def test_a_new_table_moves_only_what_it_changes() -> None:
     told.clear()
     view.take(ROUTER, FleetTable(version=2, epoch=1, adapters={}, replicas={**rows, "r7": holds("b")}))
     assert told == ["r7"]
+    view.close()
+
+
+async def test_a_replica_that_its_router_no_longer_knows_gets_requests_only_where_no_other_can(
+    source: FakeSource,
+) -> None:
+    source.table = table_of(r0=holds("a"), r1=holds())
+    router = make(AffinityRequestRouter, [FakeReplica("r0"), FakeReplica("r1")])
+    await settle()
+    assert await route(router, request("a")) == "r0"
+    assert router.fleet.is_warm("a")
+    router.fleet.take_snapshot(SlotSnapshot(replica_id="r0", sequence=9, resident=("a",)))
+    router.fleet.take(ROUTER, msgspec.structs.replace(table_of(r1=holds()), version=2))
+    for adapter in ("a", "b", ""):
+        assert await route(router, request(adapter)) == "r1"
+    assert not router.fleet.is_warm("a"), "no request gets that slot"
+    router.fleet.take(ROUTER, msgspec.structs.replace(table_of(), version=3))
+    assert await route(router, request("a")) in ("r0", "r1"), "the router knows none of them: each may do"
+    router.fleet.take(ROUTER, msgspec.structs.replace(table_of(r0=holds("a"), r1=holds()), version=4))
+    assert await route(router, request("a")) == "r0"
+
+
+async def test_an_adapter_that_is_only_where_it_is_stalled_is_not_warm() -> None:
+    view, _ = view_of(lambda _: FakeSource(), R0, R1)
+    view.follow([R0, R1])
+    stalled = msgspec.structs.replace(holds("a", "b"), stalled=frozenset("a"))
+    view.take(ROUTER, FleetTable(version=1, epoch=1, adapters={}, replicas={"r0": stalled, "r1": holds()}))
+    assert [view.is_warm(name) for name in "ab"] == [False, True]
+    view.close()
+
+
+async def test_an_adapter_is_looked_for_on_one_thread_while_a_router_goes_on_another() -> None:
+    class Changing(dict[str, AdapterEntry]):
+        is_looked_into = False
+
+        def get(self, name: str, default: AdapterEntry | None = None) -> AdapterEntry | None:  # type: ignore[override]
+            if self.is_looked_into:
+                view.follow([new])
+            return None
+
+    old, new = ReplicaKey("old", "r0"), ReplicaKey("new", "r1")
+    view, _ = view_of(lambda _: FakeSource(), old, new)
+    view.follow([old, new])
+    entry = AdapterEntry(name="a", path="/a", generation=1, state="ready")
+    view.take("old", FleetTable(version=1, epoch=1, adapters=(adapters := Changing()), replicas={}))
+    view.take("new", FleetTable(version=1, epoch=1, adapters={"a": entry}, replicas={}))
+    adapters.is_looked_into = True
+    assert view.entry("a") is entry
+    view.close()
+
+
+async def test_adapters_that_only_one_of_two_versions_knows_are_not_asked_of_the_other() -> None:
+    def entry(name: str, epoch: int) -> AdapterEntry:
+        return AdapterEntry(name=name, path=f"/{name}", generation=epoch, epoch=epoch, state="ready")
+
+    def table(version: int, replica: str, **epochs: int) -> FleetTable:
+        adapters = {name: entry(name, epoch) for name, epoch in epochs.items()}
+        return FleetTable(version=version, epoch=9, adapters=adapters, replicas={replica: holds()})
+
+    def refused() -> list[frozenset[str]]:
+        return [view.state(key).refused for key in (old, new)]
+
+    old, new = ReplicaKey("old", "r0"), ReplicaKey("new", "r1")
+    view, board = view_of(lambda _: FakeSource(), old, new)
+    view.follow([old, new])
+    view.take("old", table(1, "r0", same=1, replaced=2, gone=3))
+    assert refused() == [frozenset(), frozenset()]
+    view.take("new", table(1, "r1", same=1, replaced=5, loaded=6))
+    assert refused() == [{"replaced", "loaded"}, {"gone"}]
+    assert [board.order(name).open for name in ("replaced", "loaded", "gone")] == [["r1"], ["r1"], ["r0"]]
+    assert set(board.order("same").open) == {"r0", "r1"}
+    view.take("old", table(2, "r0", same=1, replaced=5, loaded=6))
+    assert refused() == [frozenset(), frozenset()]
+    view.take("new", table(2, "r1", same=1, replaced=5, loaded=6, later=7))
+    late = ReplicaKey("old", "r2")
+    board.set_replicas({"r0": 100, "r1": 100, "r2": 100})
+    view.follow([old, new, late])
+    assert view.state(late).refused == {"later"}
+    view.follow([new])
+    assert view.state(new).refused == frozenset()
+    view.follow([old, new])
+    assert refused() == [frozenset(), frozenset()], "its router has yet to tell what it knows"
+    view.close()
+
+
+async def test_a_table_is_as_old_as_the_last_word_of_its_router() -> None:
+    now = [100.0]
+    board = Board(PlacementSettings())
+    board.set_replicas({"r0": 100, "r1": 100})
+    view = FleetView(lambda _: FakeSource(), board, clock=lambda: now[0])
+    old, new = ReplicaKey("old", "r0"), ReplicaKey("new", "r1")
+    view.follow([old, new])
+    assert view.table_age_s is None
+    table = FleetTable(version=1, epoch=1, adapters={}, replicas={})
+    view.take("old", table)
+    now[0] = 103.0
+    view.take("new", table)
+    assert view.table_age_s == 3
+    view.take("old", table)
+    assert view.table_age_s == 0, "that it has not changed is news"
     view.close()

@@ -1,5 +1,7 @@
 """What a handle knows of a replica: the table's row, its own replies, and the requests on their way there."""
 
+import pytest
+
 from cluster.fleet import ReplicaState
 from deployments.generation import SlotSnapshot
 from deployments.known_replica import KnownReplica
@@ -73,3 +75,13 @@ def test_a_request_that_ends_before_its_load_takes_its_hint_with_it() -> None:
     assert replica.hints == frozenset()
     assert not replica.release("b"), "twice is once"
     assert replica.claim("b")
+
+
+def test_what_other_threads_read_is_made_where_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = KnownReplica()
+    replica.take_row(row("a", sequence=5))
+    replica.take_snapshot(told("b", sequence=6))
+    # A reader that made it might put an older one in its place.
+    monkeypatch.delattr(KnownReplica, "_merged")
+    assert replica.state.resident == {"b"}
+    assert replica.state is replica.state

@@ -7,6 +7,7 @@ import pytest
 from cluster import retries as retries_module
 from cluster.fleet import AdapterInFleet
 from deployments.router import AdapterRouter
+from lora_core.messages import Residency
 from lora_core.types import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 from tests.unit.router_fleet import Refusal, Replica, fleet, make_router, names, refuse_all, settled
 
@@ -127,6 +128,58 @@ async def test_a_replica_that_starts_and_cannot_load_an_adapter_is_asked_again_a
         await settled(lambda: late.pins == {"a"})
         assert await refused(router, "late") == frozenset()
         await late.stop()
+
+
+async def test_a_replica_that_cannot_pin_is_shown_asked_again_and_no_success() -> None:
+    router = make_router(num_slots=3)
+
+    def refuse(request: LoRARequest) -> LoRAResponse | None:
+        pin = request.operation is LoRAOperation.PIN
+        return LoRAResponse(LoRAStatus.PIN_ERROR, "2 are pinned here") if pin else None
+
+    async with fleet(router, Replica(router, "r0")) as (first,):
+        await router.load("a", "/a")
+        await router.pin("a")
+        late = await Replica(router, "late", refuse).start()
+        await router.report_residency("late", Residency(1, [], [], []), 3)
+        found = await router.adapter_status("a")
+        assert found is not None
+        assert {name: one.error for name, one in found.replicas.items()} == {
+            "r0": None,
+            "late": "not pinned: 2 are pinned here",
+        }
+        again = await router.pin("a")
+        assert (again.status, again.message) == (
+            LoRAStatus.PIN_ERROR,
+            "adapter 'a' is pinned already, but not everywhere: 1 of 2 replicas refused: late: 2 are pinned here",
+        )
+        assert first.pins == {"a"}, "the pin that was asked for before stays"
+        late.refuse = lambda _: None
+        await settled(lambda: late.pins == {"a"})
+        assert (await router.pin("a")).status is LoRAStatus.SUCCESS
+        num_applied = len(late.applied)
+        await asyncio.sleep(0.3)
+        assert len(late.applied) == num_applied, "nothing is left to ask for"
+        await late.stop()
+
+
+async def test_a_pin_that_did_not_end_on_a_replica_ends_there_later() -> None:
+    router = make_router(num_slots=3)
+
+    def refuse(request: LoRARequest) -> LoRAResponse | None:
+        unpin = request.operation is LoRAOperation.UNPIN
+        return LoRAResponse(LoRAStatus.UNAVAILABLE, "the engine did not answer") if unpin else None
+
+    async with fleet(router, Replica(router, "r0"), Replica(router, "r1")) as (_, sick):
+        await router.report_residency("r1", Residency(1, [], [], []), 3)
+        await router.load("a", "/a")
+        await router.pin("a")
+        sick.refuse = refuse
+        assert (await router.unpin("a")).status is LoRAStatus.UNAVAILABLE
+        assert (await router.unpin("a")).status is LoRAStatus.UNAVAILABLE, "it is not so yet"
+        sick.refuse = lambda _: None
+        await settled(lambda: sick.pins == set())
+        assert (await router.unpin("a")).status is LoRAStatus.SUCCESS
 
 
 async def test_files_that_are_put_right_are_served_without_another_word() -> None:

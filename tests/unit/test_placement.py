@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.placement import TERMS, PlacementSettings, ReplicaView, hash_order, load_cap, rank, terms, weight
+from cluster.progress import BASE
 
 SETTINGS = PlacementSettings()
 ADAPTERS = st.sampled_from([None, "a", "b", "c"])
@@ -165,6 +166,13 @@ def test_a_stalled_replica_is_the_last_resort() -> None:
     fleet = [ReplicaView("stuck", resident=frozenset("a"), is_stalled=True), ReplicaView("busy", in_flight=50)]
     for adapter in ("a", None):
         assert rank(adapter, fleet, SETTINGS) == ["busy", "stuck"]
+
+
+def test_a_replica_whose_base_model_is_stalled_still_takes_requests_for_adapters() -> None:
+    stuck = ReplicaView("stuck", resident=frozenset("a"), refused=frozenset([BASE]))
+    fleet = [stuck, ReplicaView("busy", in_flight=3)]
+    assert rank(None, fleet, SETTINGS) == ["busy", "stuck"]
+    assert rank("a", fleet, SETTINGS) == ["stuck", "busy"]
 
 
 def test_measured_times_take_the_place_of_the_settings() -> None:

@@ -25,7 +25,7 @@ def loaded(registry: AdapterRegistry, name: str, path: str) -> int:
     """Load an adapter to the end; returns its generation."""
     change = registry.begin_load(name, path)
     assert change is not None
-    return registry.commit_load(name).generation
+    return registry.commit_load(name, report(change.epoch, f"hash of {path}")).generation
 
 
 def report(generation: int, content_hash: str) -> LoadReport:
@@ -191,6 +191,24 @@ def test_catching_up_unloads_before_it_loads() -> None:
     assert [name for _, name, _ in brief(registry.catch_up({}))] == ["kept", "again", "coming"]
 
 
+def test_who_holds_an_adapter_of_unknown_content_is_asked_what_it_found() -> None:
+    registry = AdapterRegistry(static={"a": "/a"})
+    held = {"a": registry.entries["a"].generation, "b": loaded(registry, "b", "/b")}
+    (change,) = registry.catch_up(held)
+    assert brief([change]) == [("load", "a", held["a"])]
+    assert change.request.replace, "it is there already"
+    registry.note_content("a", report(held["a"], "hash of /a"))
+    assert registry.catch_up(held) == []
+
+
+def test_pins_end_before_others_begin(tmp_path: Path) -> None:
+    registry = AdapterRegistry()
+    held = {name: loaded(registry, name, f"/{name}") for name in "abc"}
+    registry.set_pin("a", True)
+    changes = brief(registry.catch_up(held, ["b", "c"]))
+    assert changes == [("unpin", "b", held["b"]), ("unpin", "c", held["c"]), ("pin", "a", held["a"])]
+
+
 def test_ready_adapters_survive_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "journal.sqlite"
     first = AdapterRegistry(path)
@@ -232,9 +250,10 @@ def test_a_new_run_serves_changed_files_as_a_new_generation(tmp_path: Path, capl
     for name in ("dynamic", "same"):
         first.begin_load(name, paths[name], folder_fingerprint(paths[name]))
         first.commit_load(name)
-    loaded(first, "gone", "/g")
     paths["unknown"] = adapter_folder(tmp_path / "unknown", b"of whatever age")
-    unknown = loaded(first, "unknown", paths["unknown"])
+    for name, path in (("gone", "/g"), ("unknown", paths["unknown"])):
+        first.begin_load(name, path)
+        unknown = first.commit_load(name).generation
     for name in ("s", "dynamic"):
         adapter_folder(tmp_path / name, b"newer")
     with caplog.at_level(logging.WARNING):
@@ -409,7 +428,7 @@ def test_pins_are_bounded_idempotent_and_journalled(tmp_path: Path) -> None:
     again = AdapterRegistry(path)
     assert [entry.name for entry in again.ready().values() if entry.pinned] == ["a", "b"]
     held = {name: entry.generation for name, entry in again.ready().items()}
-    assert brief(again.catch_up(held, ["b", "c"])) == [("pin", "a", held["a"]), ("unpin", "c", held["c"])]
+    assert brief(again.catch_up(held, ["b", "c"])) == [("unpin", "c", held["c"]), ("pin", "a", held["a"])]
     assert [name for operation, name, _ in brief(again.catch_up({}, ["b"])) if operation == "pin"] == ["a", "b"]
     again.begin_unload("a")
     again.finish_unload("a")

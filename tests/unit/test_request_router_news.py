@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from cluster.fleet import FleetTable
+from cluster.progress import BASE
 from deployments.generation import SlotSnapshot
 from deployments.load_notes import ReplicaKey
 from deployments.ray_internals import ReplicaID
@@ -97,11 +98,12 @@ async def test_a_request_cancelled_between_its_choice_and_its_sending_takes_its_
 
 async def test_stalled_replicas_and_adapters_are_left_out_while_another_replica_is_there(source: FakeSource) -> None:
     stalled = msgspec.structs.replace(holds("a", "b"), is_stalled=True)
-    stuck = msgspec.structs.replace(holds("a", "b"), stalled=frozenset("a"))
+    stuck = msgspec.structs.replace(holds("a", "b"), stalled=frozenset(["a", BASE]))
     source.table = table_of(stalled=stalled, stuck=stuck, well=holds())
     router = make(AffinityRequestRouter, [FakeReplica(name) for name in ("stalled", "stuck", "well")])
     await settle()
     assert await route(router, request("a")) == "well"
+    assert await route(router, request("")) == "well"
     assert await route(router, request("b")) == "stuck", "nothing is wrong with it there"
     router.update_replicas([FakeReplica("stalled")])
     assert await route(router, request("a")) == "stalled", "tried rather than lost"

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.changes import Change
@@ -481,7 +482,7 @@ async def test_a_router_that_was_replaced_during_a_load_undoes_it(tmp_path: Path
     router = make_router(journal=str(path))
     async with fleet(router, Replica(router, "r0", delay_s=0.1)) as (replica,):
         load = asyncio.create_task(router.load("a", "/a"))
-        await asyncio.sleep(0.05)
+        await settled(lambda: "a" in router._registry.entries)
         successor = make_router(journal=str(path))
         outcome = await load
         assert outcome.status is LoRAStatus.LOAD_ERROR
@@ -622,6 +623,19 @@ async def test_names_that_cannot_be_are_refused(name: str, status: LoRAStatus) -
         assert (await router.load(name, "/a")).status is status
         assert replica.applied == []
         assert (await router.load("x" * 256, "/a")).status is LoRAStatus.SUCCESS
+
+
+async def test_what_no_adapter_can_be_called_is_refused_and_not_remembered() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")):
+        for name in ("\ud800", "x" * 1_000_000, "\x1b[2J", "", "a@"):
+            for change in (router.unload, router.pin, router.unpin):
+                outcome = await change(name)
+                assert outcome.status in (LoRAStatus.UNLOAD_NAME_NONEXISTENT, LoRAStatus.PIN_NAME_NONEXISTENT)
+        await router.unload("ghost")
+        report = await router.fleet_status()
+        assert report.failures.keys() == {"ghost"}
+        assert msgspec.json.decode(msgspec.json.encode(report))["failures"].keys() == {"ghost"}
 
 
 async def test_changes_reach_a_replica_in_the_order_of_their_epochs_under_load() -> None:

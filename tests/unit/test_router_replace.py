@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import sqlite3
 import time
 from contextlib import closing
@@ -11,7 +12,7 @@ import pytest
 
 from cluster.fleet import LoadOutcome
 from deployments.router import AdapterRouter
-from lora_core.errors import LoRAFleetError, RequestTimeout
+from lora_core.errors import LoRAFleetError, RequestTimeout, RouterReplaced
 from lora_core.messages import Residency
 from lora_core.types import AdapterRef, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 from tests.unit.router_fleet import Replica, fleet, make_router, names, refuse_all, settled
@@ -219,9 +220,13 @@ async def test_a_journal_that_refuses_a_replacement_leaves_the_adapter(write: st
         else:
             with closing(sqlite3.connect(path)) as database:
                 database.execute(f"CREATE TRIGGER no BEFORE {write} BEGIN SELECT RAISE(ABORT, 'disk I/O error'); END")
-        outcome = await router.load("a", "/new", load_inplace=True)
-        assert outcome.status is not LoRAStatus.SUCCESS
-        assert str(path) in outcome.message
+        if write == "nothing":
+            with pytest.raises(RouterReplaced, match=re.escape(str(path))):
+                await router.load("a", "/new", load_inplace=True)
+        else:
+            outcome = await router.load("a", "/new", load_inplace=True)
+            assert outcome.status is not LoRAStatus.SUCCESS
+            assert str(path) in outcome.message
         await settled(lambda: replica.holding == {"a": old.epoch})
         assert (await router.table()).adapters["a"].path == "/old"
     if write == "nothing":
@@ -272,6 +277,24 @@ async def test_content_that_differs_between_replicas_is_loaded_nowhere() -> None
         assert "differs between replicas" in outcome.message
         await settled(lambda: all(replica.holding.keys() == {"a"} for replica in replicas))
         assert {contents(replica)["a"] for replica in replicas} == {("/a", "a" * 64)}
+
+
+async def test_content_of_a_replica_that_registers_again_during_a_load_is_compared() -> None:
+    router = make_router()
+    async with fleet(router, Replica(router, "r0")) as (well,):
+        other = Replica(router, "r1")
+        other.disk = {"/a": "other"}
+        since = (await router.register("r1")).epoch
+        load = asyncio.create_task(router.load("a", "/a"))
+        (change,) = await router.wait_changes("r1", since, 1)
+        await other.apply(change)
+        # It has forgotten to say so, and is entered anew with what it holds.
+        await other.start()
+        outcome = await load
+        assert outcome.status is LoRAStatus.LOAD_INVALID_ADAPTER
+        assert "differs between replicas" in outcome.message
+        await settled(lambda: well.holding == other.holding == {})
+        await other.stop()
 
 
 @pytest.mark.parametrize("static", [False, True])

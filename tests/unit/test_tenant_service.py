@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import threading
 
 import httpx
 import pytest
 
+from deployments import folder_looks
 from lora_core.errors import AdapterLate, AdapterUnloaded
+from lora_core.sources import AdapterSources
 from tests.unit.gated_fleet import ADAPTERS, BASE, BODIES, CHANGES, Connect, Fleet, completion, connector
 
 
@@ -156,6 +159,23 @@ def limits(answer: httpx.Response, limit: str, value: int) -> None:
     assert f"over {limit}, which is {value} for 'acme'" in message
     assert f"operator of this server can raise it (access.tenants.acme.{limit})" in message
     assert "globex" not in answer.text
+
+
+async def test_a_tenants_path_on_storage_that_hangs_holds_up_nobody_else(
+    connect: Connect, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(folder_looks, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(AdapterSources, "locate", lambda self, path: answers.wait(10) and path)
+    async with connect("acme:operator") as client:
+        load = asyncio.create_task(client.post("/v1/load_lora_adapter", json=BODIES["/v1/load_lora_adapter"]))
+        await asyncio.sleep(0.01)
+        assert (await client.get("/v1/models")).status_code == 200
+        assert not load.done(), "nobody waited for it"
+        refused = await load
+        assert (refused.status_code, "has not answered" in refused.text) == (503, True)
+        assert fleet.calls == []
+        answers.set()
 
 
 async def test_adapters_are_counted_those_under_way_too(connect: Connect, fleet: Fleet) -> None:

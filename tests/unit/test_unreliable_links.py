@@ -22,6 +22,9 @@ from lora_core.types import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 from lora_core.workload import Workload
 from tests.unit.router_fleet import Replica, make_router, settled
 
+NUM_SLOTS = 2
+"""So that of the two adapters one can be pinned."""
+
 Fault = str
 FAULTS = st.sampled_from(["none", "none", "lose request", "lose answer", "repeat", "delay"])
 
@@ -34,7 +37,7 @@ class World:
     def __init__(self, journal: Path, faults: list[Fault], failures: list[bool]) -> None:
         self._settings: dict[str, Any] = {
             "journal": str(journal),
-            "num_slots": 3,
+            "num_slots": NUM_SLOTS,
             "lease_s": 0.6,
             "change_timeout_s": 0.4,
         }
@@ -134,8 +137,9 @@ class Node:
     def __init__(self, world: World, name: str) -> None:
         self.name = name
         self.engine = Replica(world.router, name, self._refuse)
+        self.engine.most_pins = NUM_SLOTS - 1
         self._world = world
-        self.follower = AdapterFollower(Link(world), self.engine.ask, name, 3)
+        self.follower = AdapterFollower(Link(world), self.engine.ask, name, NUM_SLOTS)
 
     def _refuse(self, request: LoRARequest) -> LoRAResponse | None:
         if request.operation is LoRAOperation.LOAD and self._world.load_fails():

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from cluster.progress import BASE, Deadlines, Sign
 from deployments.open_streams import OpenStreams
 from deployments.watchdog import TICK_S, Watchdog
@@ -18,6 +20,8 @@ class Engine:
         self.done: list[tuple[str, ...]] = []
         self.faults: list[LoRAFleetError] = []
         self.failing = 0
+        self.failing_at = ""
+        """What fails the next time."""
         self.num_heals = 0
 
     def signs(self) -> dict[str, Sign]:
@@ -26,7 +30,13 @@ class Engine:
             raise RuntimeError("no signs today")
         return self.found
 
+    def fail_at(self, what: str) -> None:
+        if what == self.failing_at:
+            self.failing_at = ""
+            raise RuntimeError(f"{what} fails today")
+
     def end_requests(self, name: str, fault: LoRAFleetError) -> int:
+        self.fail_at("end")
         self.done.append(("end", name))
         self.faults.append(fault)
         return 1
@@ -35,6 +45,7 @@ class Engine:
         self.done.append(("reset", name))
 
     def condemn(self, fault: EngineDead) -> None:
+        self.fail_at("condemn")
         self.done.append(("condemn",))
         self.faults.append(fault)
 
@@ -42,6 +53,7 @@ class Engine:
         self.num_heals += 1
 
     def tell(self, stalled: dict[str, str], fault: str) -> None:
+        self.fail_at("tell")
         self.done.append(("tell", *sorted(stalled), *(["replica"] if fault else [])))
 
 
@@ -85,6 +97,31 @@ async def test_a_look_that_fails_costs_only_itself() -> None:
     engine.failing, engine.found = 2, {"a": Sign(21)}
     await asyncio.wait_for(watchdog.run(), 10)
     assert engine.done[-1] == ("condemn",)
+
+
+@pytest.mark.parametrize(("what", "done"), [("tell", [("condemn",)]), ("condemn", [("tell", "replica"), ("condemn",)])])
+async def test_a_condemnation_is_tried_again_and_waits_for_nothing(what: str, done: list[tuple[str, ...]]) -> None:
+    engine, watchdog = watched()
+    engine.failing_at, engine.found = what, {"a": Sign(21)}
+    await asyncio.wait_for(watchdog.run(), 10)
+    assert engine.done == done
+
+
+@pytest.mark.parametrize(("what", "is_late"), [("tell", ("tell", "a", "b")), ("end", ("end", "a"))])
+def test_a_step_that_fails_is_tried_again_and_keeps_no_other_from_being_taken(
+    what: str, is_late: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, watchdog = watched()
+    engine.failing_at, engine.found = what, {"a": Sign(11), "b": Sign(11), "c": Sign(0)}
+    watchdog.look()
+    assert f"{what} fails today" in caplog.text
+    heals = [("end", "a"), ("reset", "a"), ("end", "b"), ("reset", "b")]
+    assert is_late not in engine.done
+    assert ("reset", "b") in engine.done
+    for _ in range(2):
+        watchdog.look()
+    assert sorted(engine.done) == sorted([("tell", "a", "b"), *heals]), "each was taken once"
+    assert engine.num_heals == 2
 
 
 def test_the_oldest_open_stream_of_each_name_counts() -> None:

@@ -60,6 +60,12 @@ class Charge:
         self._bucket = bucket
         self._reserved = reserved
 
+    def grow(self, num_tokens: int) -> None:
+        """Count what the request has used so far, its prompt included, where that is more than was taken: what it may
+        yet make stays taken."""
+        if num_tokens > self._reserved:
+            self.settle(num_tokens)
+
     def settle(self, num_tokens: int) -> None:
         """Count what the request has used so far, its prompt included; called again, the total counts."""
         if self._bucket is not None:

@@ -11,13 +11,20 @@ SHOWN_MODULES = 4
 """Modules that a warning names; the report lists them all."""
 
 
-def outcome_body(outcome: LoadOutcome) -> dict[str, Any]:
-    """A change: what was done, each replica's own words, those that have yet to follow, and what a load found."""
+def outcome_body(outcome: LoadOutcome, vllm_message: str | None = None) -> dict[str, Any]:
+    """A change: what was done, each replica's own words, those that have yet to follow, and what a load found.
+
+    Args:
+        outcome: How it ended.
+        vllm_message: All that vLLM answers to the same, for scripts that look for these words.
+    """
     body: dict[str, Any] = {
         "status": outcome.status.value,
         "message": outcome.message,
         "replicas": outcome.per_replica,
     }
+    if vllm_message is not None:
+        body["vllm_message"] = vllm_message
     if outcome.behind:
         body["behind"] = outcome.behind
     return body if outcome.report is None else {**body, "report": report_body(outcome.report)}

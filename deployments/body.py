@@ -1,8 +1,10 @@
 """`Body`: how JSON bodies are read. What this server cannot honour is refused by name."""
 
-from typing import Annotated, Any
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, model_validator
 
 from cluster.schema import unknown_key
 
@@ -54,7 +56,53 @@ RENAMED = {
 }
 """Names that earlier versions of vLLM had for what is here."""
 
+SHOWN_UNKNOWN = 8
+"""Unknown keys that a refusal names; the rest are counted. To look for the nearest known one takes a while."""
+
+LONGEST_KEY = 64
+"""Characters of an unknown key that a refusal repeats. No known one is as long."""
+
+MAX_DEPTH = 128
+"""Levels of a JSON object whose content this server does not read itself. What does read it, a chat template or a
+compiler of schemas, may go down by recursion."""
+
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether JSON has more than `MAX_DEPTH` levels of objects and lists."""
+    level, depth = list(_containers([value])), 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            return True
+        level = [inner for one in level for inner in _containers(one.values() if isinstance(one, dict) else one)]
+    return False
+
+
+def _containers(values: Iterable[Any]) -> Iterator[dict[str, Any] | list[Any]]:
+    return (value for value in values if isinstance(value, (dict, list)))
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    if is_too_deep(value):
+        raise ValueError(f"it is nested too deeply; it may have up to {MAX_DEPTH} levels")
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
+"""An object of JSON with any content."""
+
+
+class _Names(NamedTuple):
+    """The keys of one kind of body."""
+
+    known: Mapping[str, None]
+    """In the order in which they are declared."""
+    unserved: Mapping[str, tuple[Any, ...]]
+    """Those of `NEUTRAL_VALUES` that it does not know."""
+    aside: frozenset[str]
+    """Those that may be there, and are left out."""
 
 
 class Body(BaseModel):
@@ -67,21 +115,37 @@ class Body(BaseModel):
     def _set_aside(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        for name, neutral in NEUTRAL_VALUES.items():
-            if name in data and name not in known and not _asks_nothing(data[name], neutral):
+        names = _names(cls)
+        if data.keys() <= names.known.keys():
+            return data
+        for name, neutral in names.unserved.items():
+            if name in data and not _asks_nothing(data[name], neutral):
                 raise ValueError(f"{name} is not supported by this server; leave it out")
-        aside = {*NEUTRAL_VALUES, *NO_INFLUENCE}.difference(known)
-        kept = {key: value for key, value in data.items() if key not in aside}
-        unknown = [str(key) for key in kept if key not in known]
+        kept = {key: value for key, value in data.items() if key not in names.aside}
+        unknown = [str(key) for key in kept if key not in names.known]
         if unknown:
-            raise ValueError("; ".join(_unknown(key, known) for key in unknown))
+            raise ValueError(_unknown(unknown, names.known))
         return kept
 
 
-def _unknown(key: str, known: list[str]) -> str:
+@functools.cache
+def _names(model: type[BaseModel]) -> _Names:
+    known = dict.fromkeys(field.alias or name for name, field in model.model_fields.items())
+    unserved = {name: neutral for name, neutral in NEUTRAL_VALUES.items() if name not in known}
+    return _Names(known, unserved, frozenset((*unserved, *NO_INFLUENCE)).difference(known))
+
+
+def _unknown(keys: list[str], known: Iterable[str]) -> str:
+    shown = "; ".join(_unknown_key(key, known) for key in keys[:SHOWN_UNKNOWN])
+    more = len(keys) - SHOWN_UNKNOWN
+    return f"{shown}; and {more} more unknown keys" if more > 0 else shown
+
+
+def _unknown_key(key: str, known: Iterable[str]) -> str:
     if key in RENAMED:
         return f"unknown key {key!r}; write {RENAMED[key]}"
+    if len(key) > LONGEST_KEY:
+        return f"unknown key {key[:LONGEST_KEY]!r}..."
     return unknown_key(key, known)
 
 

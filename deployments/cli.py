@@ -14,7 +14,7 @@ from rich.markup import escape
 from deployments.bench_serve.command import bench_commands
 from deployments.chat_command import chat_commands
 from deployments.doctor.command import doctor_commands
-from deployments.fleet_commands import commands
+from deployments.fleet_commands import Json, commands, dumped
 from deployments.local_cluster import ENVIRONMENT, JOINING
 from lora_core.errors import LoRAFleetError
 
@@ -36,10 +36,12 @@ def up(
     config: Annotated[Path, typer.Argument(help="Configuration, as for `serve run`.")] = Path("cluster/config.yaml"),
     port: Annotated[int | None, typer.Option(help="Listen on this port instead of the configured one.")] = None,
     num_cpus: Annotated[int | None, typer.Option(help="CPUs Ray may hand out; unset: the machine's.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Start a Ray cluster on this machine, deploy the configuration on it, and run until stopped.
 
-    Prints the address once every replica is healthy. Ends with the reason and status 1 if the deployment fails.
+    Prints the address once every replica is healthy; with --json as one line, with all that is to be known of the
+    server. Ends with the reason and status 1 if the deployment fails.
     """
     os.environ.update(ENVIRONMENT)
     # Ray reads its environment when it is imported.
@@ -50,9 +52,14 @@ def up(
         signal.signal(signal_number, _interrupt)
     try:
         with deployed(config, port=port, num_cpus=num_cpus, report=_report) as served:
-            adapters = [path.partition("=")[0] for path in served.config.settings.lora_config.lora_paths]
-            settings = served.config.settings
-            print_requests(served.url, settings.base_name, adapters, with_key=has_keys(settings, os.environ))
+            settings, with_key = served.config.settings, has_keys(served.config.settings, os.environ)
+            adapters = [path.partition("=")[0] for path in settings.lora_config.lora_paths]
+            if as_json:
+                facts = {"url": served.url, "model": settings.base_name, "adapters": adapters, "with_key": with_key}
+                ray = {"address": served.cluster.address, "environment": JOINING}
+                typer.echo(dumped({**facts, "metrics": f"{served.url}/metrics", "log": str(served.log), "ray": ray}))
+            else:
+                print_requests(served.url, settings.base_name, adapters, with_key=with_key)
             variables = " ".join(f"{name}={value}" for name, value in JOINING.items())
             _report(f"for other Ray programs: {variables}, ray.init({served.cluster.address!r})")
             _report(f"metrics for Prometheus: {served.url}/metrics")

@@ -17,11 +17,11 @@ from cluster.fleet import ROUTER_ACTOR
 from cluster.schema import QueueSettings
 from deployments.fleet_view import FleetView
 from deployments.generation import GenerateCall, GenerateChunk, Refusal, SlotSnapshot
+from deployments.queue_metrics import QueueMetrics
 from deployments.ray_internals import call_on_loop, deployment_actors, request_router_of, starts_on_demand
 from deployments.request_metrics import RequestMetrics
 from deployments.request_router import EXACT_REPLICA
 from deployments.request_spans import traced_attempt
-from deployments.routing_metrics import RoutingMetrics
 from lora_core.errors import (
     AdapterLate,
     AdapterLost,
@@ -70,7 +70,7 @@ class EngineHandle:
         self._handle = handle
         self._tracer = tracer
         self._queue = queue = queue or QueueSettings()
-        self._metrics = RoutingMetrics()
+        self._metrics = QueueMetrics()
         self._requests = RequestMetrics()
         self._admission = Admission(queue.max_waiting, queue.max_waiting_per_adapter)
         self._showing: asyncio.TimerHandle | None = None

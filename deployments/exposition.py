@@ -87,7 +87,8 @@ class FleetExposition:
         if what == "HELP":
             family.help = text
         else:
-            family.kind = text
+            # A sum that is counted in its own process is a gauge to Ray: see `deployments.kept_counter`.
+            family.kind = "counter" if own_name.endswith("_total") else text
 
     def _sample(self, line: str) -> None:
         found = _SAMPLE.fullmatch(line)

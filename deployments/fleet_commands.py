@@ -1,5 +1,6 @@
 """The commands of `lora-fleet` that speak to a running server: list, load, unload, pin, unpin, status."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,8 +39,22 @@ EXITS = {404: Exit.NOT_FOUND, 409: Exit.CONFLICT}
 WIDTH_IN_FILES = 200
 """Characters of a table's line where it is not written to a terminal."""
 
+KEY = re.compile(r"[!-~]+")
+"""Keys are made of visible ASCII characters."""
+
+
+def _as_key(value: str | None) -> str | None:
+    """The key without what a file put around it. What no header can carry is never sent, nor told."""
+    key = (value or "").strip()
+    if key and KEY.fullmatch(key) is None:
+        raise typer.BadParameter("keys are made of visible ASCII characters, without spaces between")
+    return key or None
+
+
 Url = Annotated[str, typer.Option(envvar="LORA_FLEET_URL", help="Address of the server.")]
-Key = Annotated[str | None, typer.Option(envvar="LORA_FLEET_KEY", help="Key, where the server asks for one.")]
+Key = Annotated[
+    str | None, typer.Option(envvar="LORA_FLEET_KEY", help="Key, where the server asks for one.", callback=_as_key)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[str, typer.Argument(help="Name of the adapter.")]
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -34,6 +34,9 @@ from lora_core.messages import (
 LONG_PROMPT = 2048
 """Characters from which a prompt is encoded on a thread: about 1 ms of work."""
 
+TURN = 32
+"""Characters that a template writes around each message of a chat, or so."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -109,10 +112,9 @@ class Generator:
         if call.prompt_token_ids is not None:
             token_ids = call.prompt_token_ids
             self._check_token_ids(token_ids)
-        elif self._num_characters(call) < LONG_PROMPT:
-            token_ids = self._encode(call)
         else:
-            token_ids = await asyncio.to_thread(self._encode, call)
+            self._check_characters(_num_characters(call))
+            token_ids = await asyncio.to_thread(self._encode, call) if _is_long(call) else self._encode(call)
         self._check_stops(call)
         if not 1 <= call.n <= self._ready.max_num_seqs:
             raise InvalidRequest(
@@ -155,9 +157,8 @@ class Generator:
         if call.sampling.logprobs is not None or call.sampling.prompt_logprobs is not None:
             await asyncio.to_thread(self._tokenizer.prepare_token_bytes)
 
-    def _num_characters(self, call: GenerateCall) -> int:
-        """The prompt's length, refused where no tokens could fit it in: encoding it would only hold up the others."""
-        num_characters = _num_characters(call)
+    def _check_characters(self, num_characters: int) -> None:
+        """Refuse a prompt that no tokens could fit in: encoding it would only hold up the others."""
         most = self._ready.max_model_len * (self._tokenizer.longest_token if self._tokenizer is not None else 1)
         if num_characters > most:
             raise InvalidRequest(
@@ -165,13 +166,15 @@ class Generator:
                 "tokens however they are cut; shorten the prompt, or ask the operator of this server to raise "
                 "engine.max_model_len"
             )
-        return num_characters
 
     def _encode(self, call: GenerateCall) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequest("the base model's folder holds no tokenizer; send prompt_token_ids")
         if call.messages is not None:
-            return self._tokenizer.encode_chat(call.messages, call.tools)
+            text = self._tokenizer.render_chat(call.messages, call.tools)
+            # Names, calls and what templates add count as well.
+            self._check_characters(len(text))
+            return self._tokenizer.encode_rendered(text)
         assert call.prompt is not None, "one of the three is given"
         return self._tokenizer.encode(call.prompt)
 
@@ -342,7 +345,20 @@ def _error_named(name: str, sentence: str) -> LoRAFleetError:
 
 
 def _num_characters(call: GenerateCall) -> int:
+    """What is said in a prompt."""
     if call.prompt is not None:
         return len(call.prompt)
     parts: list[Any] = [message.get("content") for message in call.messages or () if isinstance(message, dict)]
     return sum(len(str(part)) for part in (*parts, *call.tools))
+
+
+def _is_long(call: GenerateCall) -> bool:
+    """Whether to render and encode a prompt takes so long that others would be held up."""
+    if call.prompt is not None:
+        return len(call.prompt) >= LONG_PROMPT
+    left = LONG_PROMPT - sum(len(str(tool)) for tool in call.tools)
+    for message in call.messages or ():
+        left -= TURN + sum(len(part) for part in message.values() if isinstance(part, str))
+        if left <= 0 or "tool_calls" in message:
+            return True
+    return left <= 0

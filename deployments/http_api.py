@@ -115,12 +115,15 @@ def http_app(service: Service) -> FastAPI:
     async def load_lora_adapter(request: LoadAdapterRequest) -> JSONResponse:
         """Load an adapter on every replica, or replace it in place; 207 where some have yet to get it."""
         outcome = await service.load_adapter(request.lora_name, request.lora_path, request.load_inplace)
-        return JSONResponse(outcome_body(outcome), 207 if outcome.status is LoRAStatus.PARTIAL else 200)
+        if outcome.status is LoRAStatus.PARTIAL:
+            return JSONResponse(outcome_body(outcome), 207)
+        return JSONResponse(outcome_body(outcome, f"Success: LoRA adapter '{request.lora_name}' added successfully."))
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(request: AdapterNameRequest) -> JSONResponse:
         """Unload an adapter from every replica."""
-        return JSONResponse(outcome_body(await service.unload_adapter(request.lora_name)))
+        outcome = await service.unload_adapter(request.lora_name)
+        return JSONResponse(outcome_body(outcome, f"Success: LoRA adapter '{request.lora_name}' removed successfully."))
 
     @app.post("/v1/pin_lora_adapter")
     async def pin_lora_adapter(request: AdapterNameRequest) -> JSONResponse:

@@ -107,23 +107,28 @@ def retry_headers(error: BaseException) -> dict[str, str]:
 
 
 def describe_validation(error: ValidationError | RequestValidationError) -> tuple[str, str | None]:
-    """All faults of a body in one sentence, and the field the first one names."""
+    """The faults of a body in one sentence, and the field the first one names."""
     faults = error.errors()
     if faults[0]["type"] == "json_invalid":
         return f"the body is not JSON: {faults[0]['ctx']['error']} (at character {faults[0]['loc'][-1]})", None
     if faults[0]["loc"] in ((), ("body",)) and faults[0]["type"] in _NOT_AN_OBJECT:
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     parts = []
-    for fault in faults:
+    for fault in faults[:MOST_TOLD]:
         where = _field(fault["loc"])
         sentence = fault["msg"].removeprefix("Value error, ") + _found(fault)
         parts.append(f"{where}: {sentence}" if where else sentence)
+    if len(faults) > MOST_TOLD:
+        parts.append(f"and {len(faults) - MOST_TOLD} more faults")
     return "; ".join(dict.fromkeys(parts)), _field(faults[0]["loc"]) or None
 
 
 _NOT_AN_OBJECT = ("missing", "dict_type", "model_type", "model_attributes_type")
 _NO_FIELD = ("body", "str", "int", "list", "NamedTool")
 
+
+MOST_TOLD = 16
+"""Faults of a body that its refusal names; the rest are counted."""
 
 LONGEST_FOUND = 40
 """Characters of a wrong value that its refusal repeats."""
@@ -149,6 +154,14 @@ def _field(loc: tuple[int | str, ...]) -> str:
     return ".".join(
         str(part) for part in loc if isinstance(part, int) or (part.isidentifier() and part not in _NO_FIELD)
     )
+
+
+class ErrorResponse(JSONResponse):
+    """JSON of a message that may repeat half of a surrogate pair, which UTF-8 has no bytes for: it is escaped."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
 def install(app: FastAPI) -> None:
@@ -178,4 +191,4 @@ def error_response(error: Exception) -> JSONResponse:
         status, headers = fault.status, {"WWW-Authenticate": "Bearer"} if fault.status == 401 else retry_headers(error)
     # As JSON: an id and a message may hold what a client sent.
     logger.warning("request %s: %d: %s", json.dumps(request_id.current()), status, json.dumps(body)[:LONGEST_LOGGED])
-    return JSONResponse(request_id.stamped(body), status, headers)
+    return ErrorResponse(request_id.stamped(body), status, headers)

@@ -246,24 +246,16 @@ class Ingress:
 
     async def models(self, is_wanted: Callable[[str], bool] | None = None) -> dict[str, dict[str, Any]]:
         """Cards of the base model, of every adapter and of every alias, or of those whose name is wanted, by name."""
-        base, cards = self._base, {}
-        if is_wanted is None or is_wanted(base.name):
-            cards[base.name] = model_card(base.name, root=base.root, parent=None, created=base.created)
         table = self._directory.table or await self._directory.refresh()
-        for name, entry in sorted(table.adapters.items()) if table is not None else ():
-            if is_wanted is None or is_wanted(name):
-                created = entry.created or base.created
-                cards[name] = model_card(name, root=entry.path, parent=base.name, created=created)
-        for name, alias in sorted(table.aliases.items()) if table is not None else ():
-            if is_wanted is None or is_wanted(name):
-                card = model_card(name, root=", ".join(alias.targets), parent=base.name, created=base.created)
-                cards[name] = {**card, "targets": alias.targets}
-        return cards
+        names = [*filter(is_wanted, [self._base.name])]
+        if table is not None:
+            names += sorted(filter(is_wanted, table.adapters)) + sorted(filter(is_wanted, table.aliases))
+        return {name: self._card(name, table) for name in names}
 
     async def model(self, name: str) -> dict[str, Any]:
         """Card of one model; an adapter's has a field `lora` with its state in the fleet. Raises AdapterNotFound."""
         await self._directory.resolve(name)
-        card = (await self.models())[name]
+        card = self._card(name, self._directory.table)
         status = None if name == self._base.name else await self._directory.describe(name)
         return card if status is None else {**card, "lora": status_body(status)}
 
@@ -304,6 +296,16 @@ class Ingress:
     async def starts_on_demand(self) -> bool:
         """Whether the fleet may be without any replica, and the next request starts one."""
         return await self._engine.starts_on_demand()
+
+    def _card(self, name: str, table: FleetTable | None) -> dict[str, Any]:
+        base = self._base
+        if name == base.name or table is None:
+            return model_card(base.name, root=base.root, parent=None, created=base.created)
+        if (entry := table.adapters.get(name)) is not None:
+            return model_card(name, root=entry.path, parent=base.name, created=entry.created or base.created)
+        targets = table.aliases[name].targets
+        card = model_card(name, root=", ".join(targets), parent=base.name, created=base.created)
+        return {**card, "targets": targets}
 
     async def _resolve_optional(self, name: str | None) -> None:
         if name is not None:

@@ -30,23 +30,27 @@ class KeptGauge:
     ) -> None:
         self._gauge = Gauge(name, description, tuple(tag_keys))
         self._clock = clock
+        # Held while Ray is told: what is set again must not come after what was set meanwhile.
+        self._lock = threading.Lock()
         # By the values of the tags, in their order: the tags, the value, and when it was last set.
         self._series: dict[tuple[str, ...], tuple[Mapping[str, str], float, float]] = {}
         KEEPER.add(self)
 
     def set(self, value: float, tags: Mapping[str, str] | None = None) -> None:
-        """Set one series."""
+        """Set one series. May be called on any thread."""
         tags = tags or {}
-        self._series[tuple(tags.values())] = (tags, value, self._clock())
-        self._gauge.set(value, dict(tags))
+        with self._lock:
+            self._series[tuple(tags.values())] = (tags, value, self._clock())
+            self._gauge.set(value, dict(tags))
 
     def keep(self) -> None:
         """Set again what was not set lately. May be called on any thread."""
         latest_s = self._clock() - KEPT_EVERY_S / 2
         for key in list(self._series):
-            tags, value, set_s = self._series[key]
-            if set_s < latest_s:
-                self._gauge.set(value, dict(tags))
+            with self._lock:
+                tags, value, set_s = self._series[key]
+                if set_s < latest_s:
+                    self._gauge.set(value, dict(tags))
 
 
 class GaugeKeeper:

@@ -1,65 +1,28 @@
 """The OpenAI-style request bodies this server reads; `deployments.answer` has the objects it answers with."""
 
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, model_validator
 
 from deployments.body import Body, NonEmpty
+from deployments.chat_messages import Messages
 from deployments.generation import CallRules, GenerateCall
 from deployments.prompt_field import MAX_ANSWERS, Prompts
-from deployments.sampling_fields import NumLogprobs, SamplingFields, TokenId
+from deployments.sampling_fields import Count, NumLogprobs, Positive, SamplingFields, TokenId
 from deployments.text_calls import TextCall, TextTokens
-from deployments.tool_fields import MadeCall, NamedTool, ToolChoice, Tools
+from deployments.tool_fields import NamedTool, ToolChoice, Tools
+from lora_core.messages import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of /v1/completions; chat answers fill the context."""
 
 
-class TextPart(Body):
-    """One piece of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[MadeCall] | None = None
-    reasoning_content: str | None = None
-    """What an assistant thought, as this server and others tell it; some chat templates show it to the model."""
-
-    @model_validator(mode="after")
-    def _only_assistants_may_be_silent(self) -> "ChatMessage":
-        if not self.content and self.content != "" and self.role != "assistant":
-            raise ValueError(f"a message of role {self.role!r} needs content")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls are an assistant's, and the message is of role {self.role!r}")
-        return self
-
-    def rendered(self) -> dict[str, Any]:
-        """The message as chat templates expect it: text joined, `developer` under its older name, `system`."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.tool_calls:
-            message["tool_calls"] = [call.rendered() for call in self.tool_calls]
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
-        if self.role == "tool":
-            message |= {"tool_call_id": self.tool_call_id} if self.tool_call_id else {}
-            message |= {"name": self.name} if self.name else {}
-        return message
-
-
 class ChatCompletionRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    messages: Messages
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     tools: Tools | None = None
@@ -148,7 +111,7 @@ class CompletionRequest(SamplingFields):
     prompt: Prompts
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: Count | None = None
     """With 0, which goes with `echo`, the prompt alone is told."""
 
     @model_validator(mode="after")
@@ -173,17 +136,21 @@ class CompletionRequest(SamplingFields):
         """How many of the likeliest tokens are told with each one of the answer; None tells none at all."""
         return self.logprobs
 
+    @cached_property
+    def _sampling(self) -> SamplingParams:
+        """The same for all prompts, of which there may be a thousand."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return self.sampling(self.logprobs, max((count for count in asked if count is not None), default=None))
+
     def call(self, request_id: str, lora_name: str | None, epoch: int, index: int = 0) -> GenerateCall:
         """What a replica is asked for the sake of the prompt at `index`."""
         prompt = self.prompt[index]
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        num_prompt_logprobs = max((count for count in asked if count is not None), default=None)
         return GenerateCall(
             request_id=request_id,
             lora_name=lora_name,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
-            sampling=self.sampling(self.logprobs, num_prompt_logprobs),
+            sampling=self._sampling,
             n=self.n or 1,
             echo=bool(self.echo),
             max_tokens=self.max_tokens,
@@ -202,7 +169,7 @@ class TextRequest(Body):
     model: NonEmpty | None = None
     """Unset: the base model. All models have its tokenizer."""
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     """With what the tokenizer puts before a text; unset: yes for a text, no for a chat, whose template writes it."""
@@ -231,7 +198,7 @@ class TokensRequest(Body):
     """Body of POST /detokenize."""
 
     model: NonEmpty | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def rendered_tools(tools: Tools | None, choice: ToolChoice | None) -> list[dict[str, Any]]:

@@ -9,8 +9,9 @@ import msgspec
 from deployments.generation import GenerateCall, GenerateChunk
 
 AT_ONCE = 16
-"""Calls of one request that are under way at a time; the others follow as these end. One request cannot fill the queue,
-and a bound on requests at a time is not lifted by much by sending several prompts in each."""
+"""Answers of one request to several prompts that are under way at a time, or those to one prompt where they are more;
+the others follow as these end. One request cannot fill the queue, and a bound on requests at a time is not lifted by
+much by sending several prompts in each."""
 
 
 async def collect_all(
@@ -27,7 +28,7 @@ async def collect_all(
     """
     if len(calls) == 1:
         return await collect(calls[0])
-    places = asyncio.Semaphore(AT_ONCE)
+    places = _places(calls)
 
     async def ask(position: int, call: GenerateCall) -> list[GenerateChunk]:
         async with places:
@@ -52,7 +53,7 @@ async def stream_all(
             async for chunk in chunks:
                 yield chunk
         return
-    places = asyncio.Semaphore(AT_ONCE)
+    places = _places(calls)
     arrivals: asyncio.Queue[GenerateChunk | asyncio.Task[None]] = asyncio.Queue()
 
     async def read(position: int, call: GenerateCall) -> None:
@@ -74,6 +75,11 @@ async def stream_all(
             arrival.result()
     finally:
         await _give_up(tasks)
+
+
+def _places(calls: Sequence[GenerateCall]) -> asyncio.Semaphore:
+    """Places for calls that are under way."""
+    return asyncio.Semaphore(max(1, AT_ONCE // calls[0].n))
 
 
 def _placed(chunk: GenerateChunk, position: int, call: GenerateCall) -> GenerateChunk:

@@ -53,11 +53,11 @@ def _read(prompt: Any, where: str) -> OnePrompt:
         )
     if not prompt:
         raise ValueError(f"{where}is an empty list; it needs at least one token id")
-    for place, token_id in enumerate(prompt):
-        # A bool is an int to Python.
-        if type(token_id) is not int or token_id < 0:
-            raise ValueError(f"{where}has {_shown(token_id)} in place {place}; expected a token id, from 0 on")
-    return prompt
+    # A bool is an int to Python. There may be a million of them, nearly always right ones.
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0:
+        return prompt
+    place, found = next((place, one) for place, one in enumerate(prompt) if type(one) is not int or one < 0)
+    raise ValueError(f"{where}has {_shown(found)} in place {place}; expected a token id, from 0 on")
 
 
 def _shown(value: Any) -> str:

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
-from ray.serve.metrics import Counter
-
+from deployments.kept_counter import KeptCounter
 from deployments.kept_gauge import KeptGauge
 from deployments.metric_labels import BASE_LABEL, AdapterLabels, LabelledGauge
 from lora_core.messages import Residency
 from lora_core.workload import CacheCounts, SlotCounts, Workload
+
+LOADED_FROM = ("host", "disk", "remote")
+"""Tiers that loads come from."""
 
 
 class ReplicaMetrics:
@@ -28,21 +30,26 @@ class ReplicaMetrics:
             "Since an adapter's oldest request last got on.",
             ("adapter",),
         )
-        self._started = Counter("lora_fleet_requests_started", "Requests that began to run.", ("adapter",))
-        self._wait_s = Counter(
+        self._started = KeptCounter("lora_fleet_requests_started", "Requests that began to run.", ("adapter",))
+        self._wait_s = KeptCounter(
             "lora_fleet_request_wait_seconds", "Seconds those had waited in the engine's queue.", ("adapter",)
         )
-        self._tokens = Counter("lora_fleet_tokens", "Tokens computed, prompts and answers.", ("adapter",))
+        self._tokens = KeptCounter("lora_fleet_tokens", "Tokens computed, prompts and answers.", ("adapter",))
         self._kv_usage = KeptGauge("vllm_kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.")
-        self._queried = Counter("vllm_prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
-        self._found = Counter("vllm_prefix_cache_hits", "Prompt tokens that were in the prefix cache.")
-        self._preemptions = Counter("vllm_num_preemptions", "Running requests that had to wait again.")
-        self._hits = Counter("lora_fleet_slot_hits", "Requests that found their adapter in a slot.")
-        self._misses = Counter("lora_fleet_slot_misses", "Requests that did not.")
-        self._evictions = Counter("lora_fleet_slot_evictions", "Adapters that lost their slot to another one.")
-        self._loads = Counter("lora_fleet_loads", "Loads by the tier they came from.", ("tier",))
-        self._load_s = Counter("lora_fleet_load_seconds", "Seconds of loads by the tier they came from.", ("tier",))
-        self._heals = Counter("lora_fleet_watchdog_heals", "Stalled adapters whose requests were ended.")
+        self._queried = KeptCounter("vllm_prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
+        self._found = KeptCounter("vllm_prefix_cache_hits", "Prompt tokens that were in the prefix cache.")
+        self._preemptions = KeptCounter("vllm_num_preemptions", "Running requests that had to wait again.")
+        self._hits = KeptCounter("lora_fleet_slot_hits", "Requests that found their adapter in a slot.")
+        self._misses = KeptCounter("lora_fleet_slot_misses", "Requests that did not.")
+        self._evictions = KeptCounter("lora_fleet_slot_evictions", "Adapters that lost their slot to another one.")
+        self._loads = KeptCounter("lora_fleet_loads", "Loads by the tier they came from.", ("tier",))
+        self._load_s = KeptCounter("lora_fleet_load_seconds", "Seconds of loads by the tier they came from.", ("tier",))
+        for by_adapter in (self._started, self._wait_s, self._tokens):
+            by_adapter.inc(0, {"adapter": BASE_LABEL})
+        for tier in LOADED_FROM:
+            self._loads.inc(0, {"tier": tier})
+            self._load_s.inc(0, {"tier": tier})
+        self._heals = KeptCounter("lora_fleet_watchdog_heals", "Stalled adapters whose requests were ended.")
         self._counts, self._cache = SlotCounts(), CacheCounts()
         self._shown = {gauge: LabelledGauge() for gauge in (self._running, self._waiting, self._idle)}
 
@@ -82,24 +89,24 @@ class ReplicaMetrics:
 
     def _take_counts(self, counts: SlotCounts) -> None:
         last, self._counts = self._counts, counts
-        _add(self._hits, counts.num_hits - last.num_hits)
-        _add(self._misses, counts.num_misses - last.num_misses)
-        _add(self._evictions, counts.num_evictions - last.num_evictions)
+        self._hits.inc(counts.num_hits - last.num_hits)
+        self._misses.inc(counts.num_misses - last.num_misses)
+        self._evictions.inc(counts.num_evictions - last.num_evictions)
         for tier, count in counts.num_loads.items():
-            _add(self._loads, count - last.num_loads.get(tier, 0), tier=tier)
+            self._loads.inc(count - last.num_loads.get(tier, 0), {"tier": tier})
         for tier, seconds in counts.load_s.items():
-            _add(self._load_s, seconds - last.load_s.get(tier, 0.0), tier=tier)
+            self._load_s.inc(seconds - last.load_s.get(tier, 0.0), {"tier": tier})
 
     def _take_cache(self, cache: CacheCounts) -> None:
         last, self._cache = self._cache, cache
         self._kv_usage.set(cache.usage)
-        _add(self._queried, cache.num_queried_tokens - last.num_queried_tokens)
-        _add(self._found, cache.num_hit_tokens - last.num_hit_tokens)
-        _add(self._preemptions, cache.num_preemptions - last.num_preemptions)
+        self._queried.inc(cache.num_queried_tokens - last.num_queried_tokens)
+        self._found.inc(cache.num_hit_tokens - last.num_hit_tokens)
+        self._preemptions.inc(cache.num_preemptions - last.num_preemptions)
 
-    def _count(self, counter: Counter, values: Mapping[str | None, float]) -> None:
+    def _count(self, counter: KeptCounter, values: Mapping[str | None, float]) -> None:
         for label, amount in self._labels.summed(values).items():
-            _add(counter, amount, adapter=label)
+            counter.inc(amount, {"adapter": label})
 
     def _show(self, gauge: KeptGauge, values: Mapping[str | None, float]) -> None:
         self._set(gauge, self._labels.summed(values))
@@ -107,9 +114,3 @@ class ReplicaMetrics:
     def _set(self, gauge: KeptGauge, by_label: Mapping[str, float]) -> None:
         for label, value in self._shown[gauge].complete(by_label).items():
             gauge.set(value, {"adapter": label})
-
-
-def _add(counter: Counter, amount: float, **labels: str) -> None:
-    # Ray refuses an increment of 0.
-    if amount > 0:
-        counter.inc(amount, labels)

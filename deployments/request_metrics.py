@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from types import TracebackType
-
-from ray.serve.metrics import Counter
+from typing import get_args
 
 from deployments.counted_histogram import CountedHistogram
 from deployments.generation import GenerateChunk
-from deployments.metric_labels import AdapterLabels
+from deployments.kept_counter import KeptCounter
+from deployments.metric_labels import BASE_LABEL, AdapterLabels
 from deployments.show_timer import ShowTimer
+from lora_core.messages import FinishReason
 
 FIRST_TOKEN_BOUNDS_S = [
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -44,17 +45,30 @@ class RequestMetrics:
         self.whole_answer_s = CountedHistogram(
             "vllm_e2e_request_latency_seconds", "Seconds from a request to its last token.", WHOLE_ANSWER_BOUNDS_S
         )
-        self.prompt_tokens = Counter("vllm_prompt_tokens", "Tokens of prompts, cached ones included.", ("adapter",))
-        self.cached_tokens = Counter(
+        self.prompt_tokens = KeptCounter("vllm_prompt_tokens", "Tokens of prompts, cached ones included.", ("adapter",))
+        self.cached_tokens = KeptCounter(
             "vllm_prompt_tokens_cached", "Tokens of prompts that were in a prefix cache.", ("adapter",)
         )
-        self.generated_tokens = Counter("vllm_generation_tokens", "Tokens of answers.", ("adapter",))
-        self.ended = Counter("vllm_request_success", "Answers, by why they ended.", ("adapter", "finished_reason"))
+        self.generated_tokens = KeptCounter("vllm_generation_tokens", "Tokens of answers.", ("adapter",))
+        self.ended = KeptCounter("vllm_request_success", "Answers, by why they ended.", ("adapter", "finished_reason"))
         self.timer = ShowTimer(self._show)
+        self._begun: set[str] = set()
+        self._let_begin(BASE_LABEL)
 
     def begin(self, adapter: str | None) -> "SeenRequest":
         """Note a request as it comes; it ends with a `with` block. None is the base model."""
-        return SeenRequest(self, self.labels.of(adapter))
+        label = self.labels.of(adapter)
+        if label not in self._begun:
+            self._let_begin(label)
+        return SeenRequest(self, label)
+
+    def _let_begin(self, label: str) -> None:
+        """Have the counters of an adapter stand at 0 before there is anything to count."""
+        self._begun.add(label)
+        for counter in (self.prompt_tokens, self.cached_tokens, self.generated_tokens):
+            counter.inc(0, {"adapter": label})
+        for reason in get_args(FinishReason):
+            self.ended.inc(0, {"adapter": label, "finished_reason": reason})
 
     def _show(self) -> None:
         for histogram in (self.first_token_s, self.between_tokens_s, self.whole_answer_s):
@@ -81,8 +95,8 @@ class SeenRequest:
         if not self._has_begun:
             self._has_begun = True
             metrics.first_token_s.observe(now_s - self._came_s, label)
-            _add(metrics.prompt_tokens, chunk.prompt_tokens, adapter=label)
-            _add(metrics.cached_tokens, chunk.cached_tokens, adapter=label)
+            metrics.prompt_tokens.inc(chunk.prompt_tokens, {"adapter": label})
+            metrics.cached_tokens.inc(chunk.cached_tokens, {"adapter": label})
         num_tokens = len(chunk.token_ids)
         if num_tokens:
             last_s = self._last_s.get(chunk.index)
@@ -112,9 +126,3 @@ class SeenRequest:
             reason = "abort" if has_left else "error"
             metrics.ended.inc(1, {"adapter": self._label, "finished_reason": reason})
         metrics.timer.soon()
-
-
-def _add(counter: Counter, amount: float, **labels: str) -> None:
-    # Ray refuses an increment of 0.
-    if amount > 0:
-        counter.inc(amount, labels)

@@ -8,10 +8,10 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
-from deployments.body import Body, NonEmpty
-from lora_core.engine.sampling_ranges import MAX_STOP_TOKEN_IDS
+from deployments.body import Body, JsonObject, NonEmpty
+from lora_core.engine.sampling_ranges import MAX_CONSTRAINT_LENGTH, MAX_STOP_TOKEN_IDS
 from lora_core.messages import Constraint, SamplingParams
 
 MAX_BIASES = 1024
@@ -20,7 +20,16 @@ MAX_BIASES = 1024
 ANY_OBJECT = Constraint("json_schema", '{"type": "object"}')
 """What `response_format: {"type": "json_object"}` asks for."""
 
-TokenId = Annotated[int, Field(ge=0)]
+MAX_COUNT = 2**31 - 1
+"""More of anything than one answer can have."""
+
+MAX_STOPS, LONGEST_STOP = 16, 1024
+"""Stop strings, and characters of one: they are looked for at every token."""
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+TokenId = Count
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_STOP)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -31,14 +40,15 @@ def _bias_key(key: str) -> str:
     return key
 
 
+def _few_biases(value: Any) -> Any:
+    """Refuse too many before any of them is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"it has {len(value)} entries; it may have up to {MAX_BIASES}")
+    return value
+
+
 BiasKey = Annotated[str, AfterValidator(_bias_key)]
-
-
-def _text(schema: dict[str, Any]) -> str:
-    try:
-        return json.dumps(schema)
-    except RecursionError:
-        raise ValueError("the schema is nested too deeply") from None
+Biases = Annotated[dict[BiasKey, float], Field(max_length=MAX_BIASES), BeforeValidator(_few_biases)]
 
 
 class StreamOptions(Body):
@@ -55,7 +65,7 @@ class NamedSchema(Body):
 
     name: NonEmpty
     # A pydantic model has methods of the names `schema` and, below, `json`.
-    content: dict[str, Any] = Field(default={}, alias="schema")
+    content: JsonObject = Field(default={}, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -75,17 +85,17 @@ class ResponseFormat(Body):
     def constraint(self) -> Constraint | None:
         """What the answer's text must be."""
         if self.json_schema is not None:
-            return Constraint("json_schema", _text(self.json_schema.content))
+            return Constraint("json_schema", json.dumps(self.json_schema.content))
         return ANY_OBJECT if self.type == "json_object" else None
 
 
 class StructuredOutputs(Body):
     """vLLM's `structured_outputs`, with exactly one of its fields."""
 
-    content: dict[str, Any] | NonEmpty | None = Field(default=None, alias="json")
+    content: JsonObject | NonEmpty | None = Field(default=None, alias="json")
     """A schema, as an object or as text."""
     regex: NonEmpty | None = None
-    choice: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    choice: Annotated[list[NonEmpty], Field(min_length=1, fail_fast=True)] | None = None
     json_object: Literal[True] | None = None
 
     @model_validator(mode="after")
@@ -98,7 +108,8 @@ class StructuredOutputs(Body):
     def constraint(self) -> Constraint:
         """What the answer's text must be."""
         if self.content is not None:
-            return Constraint("json_schema", self.content if isinstance(self.content, str) else _text(self.content))
+            schema = self.content if isinstance(self.content, str) else json.dumps(self.content)
+            return Constraint("json_schema", schema)
         if self.regex is not None:
             return Constraint("regex", self.regex)
         if self.choice is not None:
@@ -112,20 +123,20 @@ class SamplingFields(Body):
     model: NonEmpty
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(default=None, ge=1)
+    n: Positive | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[BiasKey, float], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Biases | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=16)] | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    min_tokens: int | None = Field(default=None, ge=0)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None
@@ -140,6 +151,12 @@ class SamplingFields(Body):
             raise ValueError("prompt_logprobs comes with a whole answer; leave out stream or prompt_logprobs")
         if sum(constraint is not None for constraint in (self._formatted(), self._structured())) > 1:
             raise ValueError("response_format and structured_outputs are both given; leave one out")
+        constraint = self.constraint()
+        if constraint is not None and len(constraint.source) > MAX_CONSTRAINT_LENGTH:
+            raise ValueError(
+                f"the {constraint.kind} has {len(constraint.source)} characters; it may have up to "
+                f"{MAX_CONSTRAINT_LENGTH}"
+            )
         return self
 
     @property

@@ -1,6 +1,8 @@
 """`TenantService`: a service as the caller of each request may see and use it."""
 
 import asyncio
+import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
@@ -9,6 +11,7 @@ from cluster.access import AccessSettings
 from cluster.callers import Caller
 from cluster.fleet import LoadOutcome
 from cluster.quotas import RETRY_AFTER_OWN_S, TenantQuotas, over
+from deployments import request_id
 from deployments.caller_context import current_caller
 from deployments.directory import SHOWN_NAME
 from deployments.folder_looks import FolderLooks
@@ -16,8 +19,10 @@ from deployments.generation import GenerateChunk
 from deployments.http_api import Service
 from deployments.openai_api import GenerationRequest, TextRequest, TokensRequest
 from deployments.token_count import TokenCount, most_tokens
-from lora_core.errors import AdapterError, AdapterNotFound, NotPermitted, TryLater
+from lora_core.errors import AdapterError, AdapterNameTaken, AdapterNotFound, EngineError, NotPermitted, TryLater
 from lora_core.sources import AdapterSources
+
+logger = logging.getLogger(__name__)
 
 SHOWN_FIELDS = ("id", "object", "created", "owned_by", "parent")
 """Of a card of what all share; what else it says is the operator's."""
@@ -84,6 +89,7 @@ class TenantService:
                 async with aclosing(self._service.pieces(request)) as pieces:
                     async for piece in pieces:
                         count.add([piece])
+                        charge.grow(count.total)
                         hide_target()
                         yield piece
             finally:
@@ -97,6 +103,8 @@ class TenantService:
             return await self._service.tokenize(request)
         except AdapterNotFound as error:
             raise self._not_found(caller, name, error) from None
+        except EngineError as error:
+            raise _as_told(caller, error) from None
 
     async def detokenize(self, request: TokensRequest) -> dict[str, Any]:
         """The text of token ids."""
@@ -106,6 +114,8 @@ class TenantService:
             return await self._service.detokenize(request)
         except AdapterNotFound as error:
             raise self._not_found(caller, name, error) from None
+        except EngineError as error:
+            raise _as_told(caller, error) from None
 
     async def models(self) -> dict[str, dict[str, Any]]:
         """Cards of the models the caller may use."""
@@ -146,6 +156,14 @@ class TenantService:
             return await self._service.unload_adapter(lora_name)
         except AdapterNotFound as error:
             raise self._not_found(caller, lora_name, error) from None
+        except AdapterNameTaken:
+            if caller.is_fleet_operator:
+                raise
+            # Its name may be another tenant's.
+            raise AdapterNameTaken(
+                f"{_shown_name(lora_name)} was not unloaded: an alias stands for it; the operator of this server can "
+                "move or remove that"
+            ) from None
 
     async def pin_adapter(self, lora_name: str) -> LoadOutcome:
         """Pin an adapter of the caller's, if it may pin one more."""
@@ -217,6 +235,8 @@ class TenantService:
                 raise
             again = f"model {_shown_name(asked)} cannot be served yet; send the request again"
             raise type(error)(again, error.retry_after_s) from None
+        except EngineError as error:
+            raise _as_told(caller, error) from None
         finally:
             hide_target()
 
@@ -267,3 +287,15 @@ class TenantService:
 
 def _shown_name(name: str) -> str:
     return repr(name) if len(name) <= SHOWN_NAME else f"{name[:SHOWN_NAME]!r}..."
+
+
+def _as_told(caller: Caller, error: EngineError) -> EngineError:
+    """An engine's fault as its operator is told of it, and as others are: the reason may name another tenant's adapter,
+    whose requests alone made no progress."""
+    if caller.is_fleet_operator:
+        return error
+    logger.warning("request %s: %s: %s", json.dumps(request_id.current()), type(error).__name__, error)
+    return type(error)(
+        "the server could not answer this now; send it again. Its operator finds the reason in the log, under this "
+        "request's id"
+    )

@@ -26,14 +26,15 @@ class TokenCount:
         self._n = n
         self._by_prompt: dict[int, int] = {}
         self._by_answer: dict[int, int] = {}
-
-    @property
-    def total(self) -> int:
+        self.total = 0
         """So far."""
-        return sum(self._by_prompt.values()) + sum(self._by_answer.values())
 
     def add(self, chunks: Iterable[GenerateChunk]) -> None:
         """Take note of what has arrived."""
         for chunk in chunks:
-            self._by_prompt[chunk.index // self._n] = chunk.prompt_tokens
-            self._by_answer[chunk.index] = chunk.completion_tokens
+            self._note(self._by_prompt, chunk.index // self._n, chunk.prompt_tokens)
+            self._note(self._by_answer, chunk.index, chunk.completion_tokens)
+
+    def _note(self, counts: dict[int, int], key: int, count: int) -> None:
+        self.total += count - counts.get(key, 0)
+        counts[key] = count

@@ -26,11 +26,7 @@ class Tokenization:
 
     async def detokenize(self, call: TokensCall) -> str:
         """The text of tokens, special ones included. Raises InvalidRequest for a token there is not."""
-        tokenizer, most = self._needed(), self._ready.vocab_size - 1
-        for index, token_id in enumerate(call.token_ids):
-            if not 0 <= token_id <= most:
-                raise InvalidRequest(f"tokens[{index}] is {token_id}; the base model's token ids run from 0 to {most}")
-        return await asyncio.to_thread(tokenizer.decode, call.token_ids)
+        return await asyncio.to_thread(self._detokenize, self._needed(), call.token_ids)
 
     def _needed(self) -> ModelTokenizer:
         if self._tokenizer is None:
@@ -46,3 +42,10 @@ class Tokenization:
         token_ids = tokenizer.encode(text, add_special_tokens=call.add_special_tokens)
         names = [tokenizer.token_name(token_id) for token_id in token_ids] if call.with_names else None
         return TextTokens(token_ids, self._ready.max_model_len, names)
+
+    def _detokenize(self, tokenizer: ModelTokenizer, token_ids: list[int]) -> str:
+        most = self._ready.vocab_size - 1
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id <= most:
+                raise InvalidRequest(f"tokens[{index}] is {token_id}; the base model's token ids run from 0 to {most}")
+        return tokenizer.decode(token_ids)

@@ -69,14 +69,6 @@ class ModelTokenizer:
         """
         return self._encode(prompt, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """Token ids of a chat, rendered by the model's template up to where the assistant's next turn starts.
-
-        Raises:
-            InvalidRequest: see `render_chat`.
-        """
-        return self.encode_rendered(self.render_chat(messages, tools))
-
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],

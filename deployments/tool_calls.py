@@ -34,6 +34,9 @@ TAGGED_JSON_RESPONSES: dict[str, Any] = {
 }
 """A response template for models whose author gives none, where the chat template shows that they answer like this."""
 
+UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
+"""What the reading of a model's answer may fail with: it may write anything, as a thousand brackets, one in another."""
+
 
 class Spoken(NamedTuple):
     """What a piece of an answer's text comes to."""
@@ -75,7 +78,7 @@ class ToolReader:
             return ""
         try:
             shown = self._watch(self._parser.feed(text))
-        except (ValueError, KeyError):
+        except UNREADABLE:
             # The end says what to do about it.
             self._parser = None
             return ""
@@ -98,7 +101,7 @@ class ToolReader:
             parser = self._new_parser()
             events = [*parser.feed(self._raw), *parser.finalize()[1]]
             calls = [call for event in events if _closes(event, TOOL_CALLS) for call in _calls(event["value"])]
-        except (ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             logger.info("an answer's tool calls cannot be read, and are text: %s", str(error).partition("\n")[0])
             return Spoken(self._raw[self._num_shown :])
         text, reasoning = _text(events, CONTENT), _text(events, THINKING)
@@ -137,13 +140,15 @@ def _text(events: Iterable[dict[str, Any]], field: str) -> str:
 
 
 def _calls(value: Any) -> list[ToolCall]:
-    """The calls of one part of an answer. Raises TypeError or KeyError for what is none."""
+    """The calls of one part of an answer. Raises one of `UNREADABLE` for what is none."""
     calls = []
     for item in value if isinstance(value, list) else [value]:
         function = item["function"]
         name, arguments = function["name"], function.get("arguments") or {}
         if not isinstance(name, str):
             raise TypeError(f"a call's name is {name!r}")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        # Escaped in JSON, half of a surrogate pair can be written; in an answer it cannot.
+        f"{name}{text}".encode()
         calls.append(ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, text))
     return calls

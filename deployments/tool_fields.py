@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from deployments.body import Body, NonEmpty
+from deployments.body import Body, JsonObject, NonEmpty, is_too_deep
 
 MAX_TOOLS = 128
 """OpenAI's bound."""
@@ -18,7 +18,7 @@ class FunctionDefinition(Body):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     """JSON schema of its arguments; the model is told of it."""
     strict: bool | None = None
     """Whether the model is held to the schema, too. Where a call is asked for (`tool_choice`), it always is."""
@@ -56,15 +56,17 @@ class MadeCall(Body):
     function: CalledFunction
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments as an object, where they are one."""
+        """As chat templates expect it: arguments as an object, where they are one that a template can write."""
         try:
             arguments = json.loads(self.function.arguments)
         except (ValueError, RecursionError):
             arguments = self.function.arguments
+        if is_too_deep(arguments):
+            arguments = self.function.arguments
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class NamedFunction(Body):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import pickle
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +115,36 @@ async def test_a_long_prompt_is_encoded_beside_the_loop(served: Served, monkeypa
         await answer(served.generator, prompt="x" * 4000)
 
 
+SILENT = {"role": "user", "content": ""}
+LONG_CALL = {"id": "1", "function": {"name": "f", "arguments": {"text": "x" * 4000}}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_beside"),
+    [
+        (CHAT, False),
+        ([SILENT] * 200, True),
+        ([{"role": "assistant", "content": "", "tool_calls": [LONG_CALL]}], True),
+        ([{"role": "assistant", "content": "", "reasoning_content": "x" * 4000}], True),
+    ],
+)
+async def test_a_long_chat_is_rendered_beside_the_loop_whatever_is_long_in_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch, messages: list[dict[str, Any]], is_beside: bool
+) -> None:
+    render = served.tokenizer.render_chat
+    threads: list[threading.Thread] = []
+
+    def noted(*given: Any, **fields: Any) -> str:
+        threads.append(threading.current_thread())
+        return render(*given, **fields)
+
+    monkeypatch.setattr(served.tokenizer, "render_chat", noted)
+    # Some are too long for the context, which is found out later.
+    with contextlib.suppress(InvalidRequest):
+        await answer(served.generator, messages=messages, max_tokens=1)
+    assert [thread is not threading.current_thread() for thread in threads] == [is_beside]
+
+
 async def test_an_adapter_answers_for_itself(served: Served) -> None:
     load = LoRARequest(LoRAOperation.LOAD, "mine", str(served.adapter))
     assert (await served.client.lora(load, 20)).status is LoRAStatus.SUCCESS
@@ -154,6 +185,17 @@ async def test_a_prompt_no_tokens_could_fit_in_is_refused_unread(
     too_long = "x" * (CONTEXT * served.tokenizer.longest_token + 1)
     with pytest.raises(InvalidRequest, match=rf"{len(too_long)} characters.*{CONTEXT} tokens"):
         await answer(served.generator, prompt=too_long)
+
+
+async def test_what_a_template_writes_counts_before_it_is_encoded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(served.tokenizer, "encode_rendered", encode)
+    with pytest.raises(InvalidRequest, match=rf"characters.*{CONTEXT} tokens"):
+        await answer(served.generator, messages=[SILENT] * (CONTEXT * served.tokenizer.longest_token))
 
 
 async def test_the_context_may_be_filled_exactly(served: Served) -> None:

@@ -191,10 +191,22 @@ def bodies() -> Iterator[Try]:
     deep = b'{"model": "tiny", "prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/load_lora_adapter"):
         yield Try("POST", path, large, JSON, frozenset({413, 403}))
-        for content in (deep, b"", b"null", b"[]", b'"x"', b"\xff\xfe", b"{" * 1000, b'{"model": NaN}', b"1" * 5000):
+        odd = (b"", b"null", b"[]", b'"x"', b"\xff\xfe", b"{" * 1000, b'{"model": NaN}', b"1" * 5000)
+        for content in (deep, *wide(), *odd):
             yield Try("POST", path, content, JSON)
         yield Try("POST", path, b"model=tiny", {"Content-Type": "application/x-www-form-urlencoded"})
         yield Try("POST", path, b'{"model": "tiny"}', {"Content-Type": "text/plain"})
+
+
+def wide() -> Iterator[bytes]:
+    """Bodies with a great many of something, each of which takes a moment to look at."""
+    silent, nobody = {"role": "user", "content": ""}, {"role": "x"}
+    for body in (
+        {**chat(BASE), **{f"k{index}": 0 for index in range(10_000)}}, chat(BASE, messages=[silent] * 8193),
+        chat(BASE, messages=[nobody] * 8_000), chat(BASE, logit_bias={f"k{index}": "x" for index in range(10_000)}),
+        {"tokens": [-1] * 50_000},
+    ):  # fmt: skip
+        yield json.dumps(body, separators=(",", ":")).encode()
 
 
 def found_canaries(request: Try, text: str) -> list[str]:

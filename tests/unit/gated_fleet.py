@@ -49,6 +49,7 @@ class Fleet:
         self.fault: str | LoRAFleetError = ""
         # After the first piece of an answer.
         self.late_fault: LoRAFleetError | None = None
+        self.change_fault: LoRAFleetError | None = None
 
     async def collect(self, request: GenerationRequest) -> list[GenerateChunk]:
         return [piece async for piece in self.pieces(request)]
@@ -79,6 +80,8 @@ class Fleet:
 
     async def unload_adapter(self, lora_name: str) -> LoadOutcome:
         self._find(lora_name)
+        if self.change_fault is not None:
+            raise self.change_fault
         del self.adapters[lora_name]
         return LoadOutcome(status=LoRAStatus.SUCCESS, message="done")
 

@@ -53,6 +53,16 @@ def test_the_nodes_pages_become_one_with_one_family_of_each_name() -> None:
     assert families["lora_fleet_nodes"].samples[0].value == 2.0
 
 
+def test_a_gauge_of_a_sum_becomes_a_counter() -> None:
+    registry = CollectorRegistry()
+    Gauge("ray_vllm_num_preemptions_total", "Waited again.", ["replica"], registry=registry).labels(replica="r1").set(0)
+    family = page(generate_latest(registry).decode())["vllm:num_preemptions"]
+    assert (family.type, family.documentation) == ("counter", "Waited again.")
+    (sample,) = family.samples
+    assert (sample.name, sample.value) == ("vllm:num_preemptions_total", 0.0)
+    assert sample.labels == {"model_name": 'the "base"', "replica": "r1"}
+
+
 def test_three_gauges_become_a_histogram_of_vllms_name() -> None:
     family = page(node(replica="r1", adapter="a"))["vllm:wait_seconds"]
     assert (family.type, family.documentation) == ("histogram", "Wait.")

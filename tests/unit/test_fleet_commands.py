@@ -168,6 +168,28 @@ def test_the_key_is_sent(run: Callable[..., Any], server: Server, monkeypatch: p
     assert server.requests[-1].headers["Authorization"] == "Bearer other"
 
 
+def test_a_key_from_a_file_ends_where_the_file_does(
+    run: Callable[..., Any], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA_FLEET_KEY", " secret\r\n")
+    run("list")
+    assert server.requests[-1].headers["Authorization"] == "Bearer secret"
+    monkeypatch.setenv("LORA_FLEET_KEY", "\n")
+    run("list")
+    assert "Authorization" not in server.requests[-1].headers
+
+
+@pytest.mark.parametrize("key", ["two words", "zwei-schlüssel", "line\nbreak", "a\0b"])
+def test_a_key_that_no_header_can_carry_is_neither_sent_nor_shown(
+    run: Callable[..., Any], server: Server, key: str
+) -> None:
+    result = run("list", "--key", key)
+    assert result.exit_code == 2, "the command line is wrong"
+    assert "visible ASCII characters" in " ".join(result.output.replace("│", " ").split())
+    assert key not in result.output
+    assert not server.requests
+
+
 def test_status_is_well_where_every_replica_has_everything(run: Callable[..., Any]) -> None:
     result = run("status")
     assert result.exit_code == Exit.DONE, result.output

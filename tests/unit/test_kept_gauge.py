@@ -1,6 +1,7 @@
 """Gauges that hold are set again before Ray takes them off its page."""
 
 import threading
+from collections.abc import Mapping
 
 import pytest
 
@@ -51,6 +52,26 @@ def test_a_gauge_without_labels_is_kept_too() -> None:
     shown("slots").clear()
     gauge.keep()
     assert shown("slots") == {(): 4}
+
+
+def test_what_is_set_meanwhile_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that fell back would look to Prometheus like one that began anew."""
+    clock = Clock()
+    gauge = KeptGauge("sum", "Things.", clock=clock)
+    gauge.set(5)
+    clock.now_s += KEPT_EVERY_S
+    setting = threading.Thread(target=gauge.set, args=(6,))
+
+    def set_slowly(metric: RecordedMetric, value: float, tags: Mapping[str, str] | None = None) -> None:
+        if value == 5:
+            setting.start()
+            setting.join(0.2)
+        metric.shown[()] = value
+
+    monkeypatch.setattr(RecordedMetric, "set", set_slowly)
+    gauge.keep()
+    setting.join(10)
+    assert shown("sum") == {(): 6}
 
 
 def test_a_thread_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,16 @@ async def test_each_answer_has_its_own_index(count: int, streamed: bool) -> None
         for position in range(count)
         for index in range(2)
     }
-    assert engine.most_running == min(count, AT_ONCE)
+    assert engine.most_running == min(count, AT_ONCE // 2)
     assert engine.counts == {"running": 0, "done": count}
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, AT_ONCE), (5, AT_ONCE // 5), (AT_ONCE, 1), (4 * AT_ONCE, 1)])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_answers_are_bounded_and_not_prompts_alone(n: int, most: int, streamed: bool) -> None:
+    engine = Engine()
+    await answers(engine, calls(2 * AT_ONCE, n=n), streamed=streamed)
+    assert (engine.most_running, engine.counts["done"]) == (most, 2 * AT_ONCE)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

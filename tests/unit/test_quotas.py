@@ -72,6 +72,22 @@ def test_tokens_are_reserved_and_settled() -> None:
     quotas.charge("acme", 0)
 
 
+def test_what_comes_beyond_what_was_taken_counts_at_once() -> None:
+    quotas = TenantQuotas({"acme": TenantSettings(tokens_per_minute=60)}, clock=Clock())
+    endless = quotas.charge("acme", 0)
+    endless.grow(50)
+    bounded = quotas.charge("acme", 10)
+    bounded.grow(4)
+    with pytest.raises(RateLimited):
+        quotas.charge("acme", 0)
+    bounded.settle(4)
+    quotas.charge("acme", 6)
+    endless.grow(40)
+    endless.settle(50)
+    with pytest.raises(RateLimited):
+        quotas.charge("acme", 0)
+
+
 def test_what_could_never_fit_waits_for_a_full_minute_and_no_longer() -> None:
     clock = Clock()
     quotas = TenantQuotas({"acme": TenantSettings(tokens_per_minute=60)}, clock=clock)

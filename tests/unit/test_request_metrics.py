@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deployments import kept_gauge, request_metrics
+from deployments import kept_gauge
 from deployments.counted_histogram import CountedHistogram
 from deployments.generation import GenerateChunk
 from deployments.request_metrics import RequestMetrics
@@ -29,11 +29,15 @@ def clock() -> Clock:
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedMetric, "by_name", {})
     monkeypatch.setattr(kept_gauge, "Gauge", RecordedMetric)
-    monkeypatch.setattr(request_metrics, "Counter", RecordedMetric)
 
 
 def shown(name: str) -> Shown:
     return RecordedMetric.by_name[name].shown
+
+
+def counted(name: str) -> Shown:
+    """What a counter has counted, without those series that still stand at 0."""
+    return {labels: value for labels, value in shown(f"{name}_total").items() if value}
 
 
 def piece(num_tokens: int, index: int = 0, finish_reason: FinishReason | None = None) -> GenerateChunk:
@@ -77,10 +81,10 @@ def test_tokens_that_come_together_count_as_if_they_had_come_evenly(clock: Clock
     assert shown("vllm_inter_token_latency_seconds_count") == {("tuned",): 4}, "the first piece has none before it"
     assert shown("vllm_inter_token_latency_seconds_sum") == {("tuned",): pytest.approx(0.6)}
     assert shown("vllm_e2e_request_latency_seconds_sum") == {("tuned",): pytest.approx(1.4)}
-    assert shown("vllm_generation_tokens") == {("tuned",): 6}
-    assert shown("vllm_prompt_tokens") == {("tuned",): 11}
-    assert shown("vllm_prompt_tokens_cached") == {("tuned",): 4}
-    assert shown("vllm_request_success") == {("tuned", "stop"): 1}
+    assert counted("vllm_generation_tokens") == {("tuned",): 6}
+    assert counted("vllm_prompt_tokens") == {("tuned",): 11}
+    assert counted("vllm_prompt_tokens_cached") == {("tuned",): 4}
+    assert counted("vllm_request_success") == {("tuned", "stop"): 1}
 
 
 def test_each_answer_of_a_request_has_its_own_pace_and_end(clock: Clock) -> None:
@@ -94,8 +98,8 @@ def test_each_answer_of_a_request_has_its_own_pace_and_end(clock: Clock) -> None
             seen.take(piece(1, index, "length"))
     assert shown("vllm_time_to_first_token_seconds_count") == {("(base)",): 1}
     assert shown("vllm_inter_token_latency_seconds_sum") == {("(base)",): 4.0}, "two seconds from each first token"
-    assert shown("vllm_prompt_tokens") == {("(base)",): 11}, "of one request, once"
-    assert shown("vllm_request_success") == {("(base)", "length"): 2}
+    assert counted("vllm_prompt_tokens") == {("(base)",): 11}, "of one request, once"
+    assert counted("vllm_request_success") == {("(base)", "length"): 2}
 
 
 def test_the_time_of_a_lost_try_is_not_one_between_tokens(clock: Clock) -> None:
@@ -120,8 +124,21 @@ def test_a_request_that_does_not_end_well_is_counted_by_why(clock: Clock, error:
     seen.take(piece(1))
     with pytest.raises(type(error)), seen:
         raise error
-    assert shown("vllm_request_success") == {("a", reason): 1}
+    assert counted("vllm_request_success") == {("a", reason): 1}
     assert not shown("vllm_e2e_request_latency_seconds_count")
+
+
+def test_counters_stand_at_0_before_there_is_anything_to_count(clock: Clock) -> None:
+    metrics = RequestMetrics(clock)
+    reasons = ("stop", "length", "abort", "error")
+    assert shown("vllm_request_success_total") == {("(base)", reason): 0 for reason in reasons}
+    for name in ("vllm_prompt_tokens", "vllm_prompt_tokens_cached", "vllm_generation_tokens"):
+        assert shown(f"{name}_total") == {("(base)",): 0}
+    with metrics.begin("a") as seen:
+        assert shown("vllm_request_success_total") == {(who, why): 0 for who in ("(base)", "a") for why in reasons}
+        seen.take(piece(1, finish_reason="stop"))
+    metrics.begin("a")
+    assert counted("vllm_request_success") == {("a", "stop"): 1}, "nothing begins twice"
 
 
 async def test_what_changes_often_is_shown_once_in_a_while() -> None:

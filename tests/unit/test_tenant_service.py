@@ -3,14 +3,31 @@
 import asyncio
 import json
 import threading
+from contextlib import aclosing
+from typing import cast
 
 import httpx
 import pytest
 
+from cluster.callers import Caller
+from cluster.quotas import TenantQuotas
 from deployments import folder_looks
-from lora_core.errors import AdapterLate, AdapterUnloaded
+from deployments.caller_context import acting_as
+from deployments.http_api import Service
+from deployments.openai_api import ChatCompletionRequest
+from deployments.tenant_service import as_tenants_see
+from lora_core.errors import (
+    AdapterLate,
+    AdapterNameTaken,
+    AdapterUnloaded,
+    EngineDead,
+    EngineError,
+    EngineUnavailable,
+    RateLimited,
+    RequestTimeout,
+)
 from lora_core.sources import AdapterSources
-from tests.unit.gated_fleet import ADAPTERS, BASE, BODIES, CHANGES, Connect, Fleet, completion, connector
+from tests.unit.gated_fleet import ADAPTERS, BASE, BODIES, CHANGES, Connect, Fleet, access_of, completion, connector
 
 
 @pytest.fixture
@@ -107,6 +124,38 @@ async def test_an_alias_of_ones_own_does_not_tell_of_others(connect: Connect, fl
                 refused = await client.post("/v1/completions", json=completion("acme/canary", stream=stream))
                 assert ("cannot be served now" in refused.text, "globex" in refused.text) == (True, False)
             setattr(fleet, fault, None)
+
+
+@pytest.mark.parametrize("kind", [EngineDead, RequestTimeout, EngineUnavailable])
+async def test_why_an_engine_cannot_answer_is_told_to_the_operator_alone(
+    connect: Connect, fleet: Fleet, caplog: pytest.LogCaptureFixture, kind: type[EngineError]
+) -> None:
+    """A replica is stalled for the sake of one adapter, and all of its requests end."""
+    why = "the replica is stalled: adapter 'globex/secret': its oldest request has made no progress for 130 s"
+    for fault in ("fault", "late_fault"):
+        setattr(fleet, fault, kind(why))
+        for stream in (False, True):
+            for name in ("acme/a", "shared", "canary", BASE):
+                async with connect("acme") as client:
+                    answer = await client.post("/v1/completions", json=completion(name, stream=stream))
+                is_late = stream and fault == "late_fault"
+                assert (answer.status_code, "engine_unavailable" in answer.text) == (200 if is_late else 503, True)
+                assert ("could not answer this now" in answer.text, "globex" in answer.text) == (True, False)
+            async with connect("operator") as client:
+                assert why in (await client.post("/v1/completions", json=completion("acme/a", stream=stream))).text
+        setattr(fleet, fault, None)
+    assert why in caplog.text
+
+
+async def test_an_alias_that_stands_for_ones_own_adapter_is_not_named(connect: Connect, fleet: Fleet) -> None:
+    fleet.change_fault = AdapterNameTaken("adapter 'acme/a' was not unloaded: alias(es) 'globex/x' point to it")
+    for who, is_told in (("acme:operator", False), ("operator", True)):
+        async with connect(who) as client:
+            answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "acme/a"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_taken")
+            assert ("globex" in answer.text) == is_told
+            assert "'acme/a' was not unloaded" in answer.text
+    assert "acme/a" in fleet.adapters
 
 
 async def test_when_to_come_back_is_told_and_not_what_for(connect: Connect, fleet: Fleet) -> None:
@@ -232,6 +281,19 @@ async def test_requests_and_tokens_are_counted_and_others_are_not_held_up(connec
             await client.post("/v1/completions", json=completion("acme/a", max_tokens=6, stream=True)),
             "tokens_per_minute", 20,
         )  # fmt: skip
+
+
+async def test_a_streams_tokens_count_as_they_come(fleet: Fleet) -> None:
+    access = access_of(tokens_per_minute=6)
+    quotas = TenantQuotas(access.tenants)
+    service = as_tenants_see(cast(Service, fleet), BASE, access, quotas)
+    # Nothing says how long its answer may be.
+    chat = ChatCompletionRequest.model_validate({**BODIES["/v1/chat/completions"], "stream": True})
+    with acting_as(Caller("acme")):
+        async with aclosing(service.pieces(chat)) as pieces:
+            await anext(pieces)
+            with pytest.raises(RateLimited, match="over tokens_per_minute, which is 6"):
+                quotas.charge("acme", 1)
 
 
 async def test_requests_at_a_time_are_counted_to_their_end(connect: Connect, fleet: Fleet) -> None:

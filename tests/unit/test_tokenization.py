@@ -30,7 +30,7 @@ async def test_texts_and_chats_become_the_tokens_that_requests_have(tmp_path: Pa
     assert (bare.token_ids, bare.names) == (with_begin.token_ids[1:], None)
     assert await texts.detokenize(TokensCall(with_begin.token_ids)) == "<begin>Grüße"
     chat = await texts.tokenize(TextCall(messages=CHAT, add_special_tokens=False))
-    assert chat.token_ids == tokenizer.encode_chat(CHAT)
+    assert chat.token_ids == tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
 
 
 async def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

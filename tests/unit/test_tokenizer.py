@@ -52,7 +52,8 @@ def test_ids_are_those_of_transformers(tmp_path: Path, tokenizer_class: str | No
     ours, theirs = ModelTokenizer(folder), AutoTokenizer.from_pretrained(folder)
     for text in ("", "Hello", "Grüße, <end>世界 " * 40):
         assert ours.encode(text) == theirs(text).input_ids
-    assert ours.encode_chat(CHAT) == theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    expected = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert ours.encode_rendered(ours.render_chat(CHAT)) == expected
 
 
 def test_threads_may_share_it(tmp_path: Path) -> None:
@@ -74,13 +75,14 @@ def test_threads_may_share_it(tmp_path: Path) -> None:
 )
 def test_a_chat_that_cannot_be_rendered_is_refused(tmp_path: Path, chat: list[Any], words: str) -> None:
     strict = "{% for message in messages %}" + "{{ message.role + message.content }}{% endfor %}"
+    tokenizer = ModelTokenizer(save_tokenizer(tmp_path, template=strict))
     with pytest.raises(InvalidRequest, match=words):
-        ModelTokenizer(save_tokenizer(tmp_path, template=strict)).encode_chat(chat)
+        tokenizer.encode_rendered(tokenizer.render_chat(chat))
 
 
 def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
-        ModelTokenizer(save_tokenizer(tmp_path, template=None)).encode_chat(CHAT)
+        ModelTokenizer(save_tokenizer(tmp_path, template=None)).render_chat(CHAT)
 
 
 def test_an_unreadable_tokenizer_is_a_fault_of_the_configuration(tmp_path: Path) -> None:
@@ -97,7 +99,8 @@ def test_a_replica_needs_no_torch(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "import deployments.replica\n"
         "from deployments.tokenizer import ModelTokenizer\n"
-        "ModelTokenizer(Path(sys.argv[1])).encode_chat([{'role': 'user', 'content': 'Hello'}])\n"
+        "tokenizer = ModelTokenizer(Path(sys.argv[1]))\n"
+        "tokenizer.encode_rendered(tokenizer.render_chat([{'role': 'user', 'content': 'Hello'}]))\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     command = [sys.executable, "-c", program, str(save_tokenizer(tmp_path))]

@@ -93,6 +93,10 @@ def test_text_before_a_call_is_streamed() -> None:
         '<tool_call>{"no": "name"}</tool_call>', '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         "<tool_call>[]</tool_call>",
         '<tool_call>{"name": "weather", "arguments": {}}</tool_call> and <tool_call>{</tool_call>', "",
+        "<tool_call>" + "[" * 3000 + "]" * 3000 + "</tool_call>",
+        '<tool_call>{"name": "weather", "arguments": {"city": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "weather\\udfff", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -120,7 +124,6 @@ def test_templates_are_told_of_tools(tmp_path: Path) -> None:
     tokenizer = ModelTokenizer(save_tokenizer(tmp_path, WITH_TOOLS))
     text = tokenizer.render_chat([{"role": "user", "content": "x"}], [TOOL])
     assert json.loads(text.partition("<begin>")[0]) == TOOL
-    assert tokenizer.encode_chat([{"role": "user", "content": "x"}], [TOOL]) == tokenizer.encode_rendered(text)
     assert tool_reader(tokenizer, text, [TOOL]) is None, "nothing says how the model answers"
 
 

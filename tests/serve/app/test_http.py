@@ -162,6 +162,7 @@ def test_load_use_unload(http: httpx.Client, tmp_path: Path) -> None:
     loaded = http.post("/v1/load_lora_adapter", json=load)
     assert loaded.status_code == 200, loaded.text
     assert len(loaded.json()["replicas"]) == 2
+    assert "Success: LoRA adapter 'extra' added successfully." in loaded.text, "as vLLM says it"
     assert http.post("/v1/chat/completions", json=chat("extra")).status_code == 200
     assert began <= http.get("/v1/models/extra").json()["created"] <= time.time()
     assert http.post("/v1/load_lora_adapter", json=load).status_code == 200, "the same again is no conflict"

@@ -134,6 +134,18 @@ def test_the_page_is_as_prometheus_wants_it(served: Served) -> None:
     assert not own, own
 
 
+def test_the_dashboard_shows_all_that_is_documented() -> None:
+    documented = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    rows = [line.split("|")[1] for line in documented.splitlines() if line.startswith("| `")]
+    names = {name for row in rows for name in re.findall(r"`((?:lora_fleet|vllm)[\w:]+)`", row)}
+    shown = {name for query in expressions().values() for name in re.findall(r"(?:lora_fleet|vllm)[\w:]+", query)}
+    assert len(names) > 30
+    # What is asked of a histogram are its buckets; and what has sets of adapters as labels is for other programs.
+    suffixes = ("", "_total", "_bucket")
+    missing = {name for name in names if not any(name + suffix in shown for suffix in suffixes)}
+    assert missing == {"vllm:lora_requests_info"}
+
+
 def test_the_alarms_are_rules() -> None:
     subprocess.run([command("promtool"), "check", "rules", GRAFANA / "alerts.yml"], check=True, capture_output=True)
 

@@ -15,7 +15,7 @@ from deployments.generation import GenerateChunk
 from deployments.http_api import Service
 from deployments.openai_api import GenerationRequest, TextRequest, TokensRequest
 from deployments.token_count import TokenCount, most_tokens
-from lora_core.errors import AdapterError, AdapterNotFound, NotPermitted, TryLater
+from lora_core.errors import AdapterError, AdapterNotFound, EngineDead, EngineError, NotPermitted, TryLater
 from lora_core.sources import AdapterSources
 
 SHOWN_FIELDS = ("id", "object", "created", "owned_by", "parent")
@@ -205,6 +205,16 @@ class TenantService:
             if caller.is_fleet_operator or (caller.owns(request.model) and not is_hidden):
                 raise
             error.args = (f"model {_shown_name(asked)} cannot be served now; the operator of this server can see why",)
+            raise
+        except EngineError as error:
+            hide_target()
+            # What has ended a replica may be anybody's adapter.
+            if caller.is_fleet_operator or not (is_hidden or isinstance(error, EngineDead)):
+                raise
+            error.args = (
+                f"model {_shown_name(asked)} could not be answered to the end; send the request again, and if that "
+                "does not help, ask the operator of this server",
+            )
             raise
         except TryLater as error:
             hide_target()

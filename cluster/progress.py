@@ -59,7 +59,7 @@ def signs(open_s: Mapping[str, float], work: Mapping[str, AdapterWork]) -> dict[
     for name, told in work.items():
         if told.num_running + told.num_waiting:
             idle_s = min(told.oldest_idle_s, open_s.get(name, told.oldest_idle_s))
-            found[name] = Sign(idle_s, waits=told.num_running == 0)
+            found[name] = Sign(idle_s, waits=told.oldest_waits or told.num_running == 0)
     return found
 
 

@@ -92,7 +92,7 @@ class WatchdogSettings(Settings):
         ),
     )
     waiting_deadline_s: float = Field(
-        default=300, gt=0, description="The same where all requests of the adapter wait for a seat, a slot or files."
+        default=300, gt=0, description="The same where its oldest request waits for a seat, a slot or files."
     )
     replica_deadline_s: float = Field(
         default=120, gt=0, description="Of all adapters of a replica, and of the base model; then it is replaced."

@@ -54,6 +54,10 @@ HEARTBEAT_S = 0.5
 WORKLOAD_S = 0.5
 """How often an engine that has something to do, or has just done it, tells what."""
 
+CHECKED_AFTER_S = 1.0
+"""How long an engine has had nothing to do before its books are checked. That takes some ten milliseconds where there
+are many KV blocks, and is seldom in anybody's way then."""
+
 SHORTEST_WAIT_MS, LONGEST_WAIT_MS = 1, 10
 """An idle engine's wait for a generation request before it looks at the adapter channel again: the shortest after an
 adapter operation, which seldom comes alone, then twice as long each time. At 10 ms looking takes 1 % of a core."""
@@ -80,13 +84,15 @@ class EngineLoop:
         self._spoke_at = time.monotonic()
         self._accounted_at = self._spoke_at
         self._had_work = False
+        self._worked_at = self._spoke_at
+        self._is_checked = False
         self._slots_told = SlotCounts()
         # So that nobody counts on a slot that is about to change.
         engine.manager.before_write = self._tell_residency
         self._wait_ms = SHORTEST_WAIT_MS
 
     def run(self) -> NoReturn:
-        """Turn for ever. What an engine's step raises passes through."""
+        """Turn for ever. What an engine's step raises passes through, and what its books lack when it has rested."""
         while True:
             self.turn()
 
@@ -101,6 +107,11 @@ class EngineLoop:
         if self._engine.has_work():
             deltas = self._engine.step()
             self._num_steps += 1
+            self._worked_at, self._is_checked = time.monotonic(), False
+        elif not self._is_checked and time.monotonic() - self._worked_at >= CHECKED_AFTER_S:
+            # Of blocks, pins or uses that are lost there would be fewer every day. Now there is nobody to disturb.
+            self._engine.check_invariants()
+            self._is_checked = True
         # Residency first, so that whoever reads an answer's last token already knows which slots it used.
         self._tell_residency()
         if deltas or time.monotonic() - self._spoke_at >= HEARTBEAT_S:

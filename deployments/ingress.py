@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.access import AccessSettings
 from cluster.entry import AdapterEntry
-from cluster.fleet import Alias, AliasInFleet, LoadOutcome
+from cluster.fleet import Alias, AliasInFleet, FleetTable, LoadOutcome
 from cluster.quotas import TenantQuotas
 from cluster.schema import QueueSettings, TracingSettings
 from cluster.status import AdapterReport, FleetReport, Page

@@ -236,6 +236,10 @@ class TenantService:
             again = f"model {_shown_name(asked)} cannot be served yet; send the request again"
             raise type(error)(again, error.retry_after_s) from None
         except EngineError as error:
+            hide_target()
+            # A fault of this very answer is the caller's to know; what has ended a replica may be anybody's adapter.
+            if type(error) is EngineError and not is_hidden:
+                raise
             raise _as_told(caller, error) from None
         finally:
             hide_target()

@@ -55,7 +55,7 @@ class AdapterReads(Generic[M]):
         """Keep what was read in so many seconds, if the adapter is still loaded and there is room."""
         state = self._state
         with state.lock:
-            state.overdue.pop(ref, None)
+            self._end(ref)
             if ref not in state.loaded:
                 state.tiers.drop_read(ref)
                 return
@@ -68,30 +68,34 @@ class AdapterReads(Generic[M]):
         """Take note that an adapter could not be read: those who wait for it are told, later ones try again."""
         state = self._state
         with state.lock:
-            state.overdue.pop(ref, None)
+            is_awaited = self._end(ref) or state.tiers.is_staged(ref)
             state.tiers.drop_read(ref)
-            if ref not in state.loaded:
+            if ref not in state.loaded or ref in state.tiers.host or ref in state.tiers.slots:
+                # Gone, or come from elsewhere meanwhile.
                 return
-            if state.tiers.is_staged(ref) and state.loaded[ref].num_users > 0:
+            if is_awaited and state.loaded[ref].num_users > 0:
                 state.lost[ref] = error
             state.tiers.unstage(ref)
             state.pinned.give_up(ref)
             state.warming.end(ref)
 
+    def step_aside(self, ref: AdapterRef) -> None:
+        """Let others by a read that takes long: it keeps no place on the way to the slots, and no memory, from them.
+
+        Those who wait for the adapter go on waiting. Nothing happens if the read has ended.
+        """
+        with self._state.lock:
+            self._step_aside(ref)
+
     def give_up(self, ref: AdapterRef, reason: str) -> None:
-        """Let nobody wait for a read that may never end, nor memory for its outcome; nothing happens if it has ended.
+        """Let nobody wait any more for a read that may never end; nothing happens if it has ended.
 
         Whoever asks for the adapter before it ends is told the reason, by AdapterLost.
         """
         state = self._state
         with state.lock:
-            if ref in state.overdue or not state.tiers.is_reading(ref):
-                return
-            state.overdue[ref] = reason
-            state.tiers.free_reservation(ref)
-            if ref in state.loaded:
-                state.tiers.unstage(ref)
-                state.warming.end(ref)
+            if ref not in state.overdue and self._step_aside(ref):
+                state.overdue[ref] = reason
 
     def take_seconds(self, ref: AdapterRef) -> float | None:
         """How long an adapter was read for since this was last asked; None if it was not read, or is gone."""
@@ -107,8 +111,30 @@ class AdapterReads(Generic[M]):
         with self._state.lock:
             return self._state.tiers.is_reading(ref)
 
+    # Below, the lock is held.
+
+    def _step_aside(self, ref: AdapterRef) -> bool:
+        """Whether there is a read, which then is a slow one."""
+        state = self._state
+        if not state.tiers.is_reading(ref):
+            return False
+        if ref not in state.slow:
+            state.slow.add(ref)
+            state.tiers.free_reservation(ref)
+            if ref in state.loaded:
+                state.tiers.unstage(ref)
+                state.warming.end(ref)
+        return True
+
+    def _end(self, ref: AdapterRef) -> bool:
+        """Take note that a read has ended; whether some have waited for it as for a slow one."""
+        state = self._state
+        is_awaited = ref in state.slow and ref not in state.overdue
+        state.slow.discard(ref)
+        state.overdue.pop(ref, None)
+        return is_awaited
+
     def _next_warm_up(self) -> AdapterRef | None:
-        """The lock is held."""
         state = self._state
         if any(map(state.tiers.is_reading, state.warming)):
             return None

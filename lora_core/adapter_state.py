@@ -29,7 +29,8 @@ class AdapterState(Generic[M]):
         protected: Adapters whose slots are taken last: those of `protected_names`, as far as they are loaded.
         protected_names: Their names.
         lost: What the next `prepare` of each is told.
-        overdue: Reads that nobody waits for any more, and what those who ask are told until they end.
+        slow: Adapters whose read in progress keeps no place on the way and no memory from others.
+        overdue: Of these, those that nobody waits for any more, and what those who ask are told until the read ends.
         dropped: Generations that are gone for good, and of which nobody has been told.
         num_hits: Users that came when their adapter was in a slot.
         num_misses: Users that came when it was not.
@@ -45,6 +46,7 @@ class AdapterState(Generic[M]):
         self.protected: frozenset[AdapterRef] = frozenset()
         self.protected_names: frozenset[str] = frozenset()
         self.lost: dict[AdapterRef, AdapterLost] = {}
+        self.slow: set[AdapterRef] = set()
         self.overdue: dict[AdapterRef, str] = {}
         self.dropped: list[AdapterRef] = []
         self.num_hits = 0
@@ -126,9 +128,13 @@ class AdapterState(Generic[M]):
             return None
         return self._pinned_there(ref, self.tiers.assign(ref, self.loaded[ref].record, self._spared()))
 
+    def is_slow(self, ref: AdapterRef) -> bool:
+        """Whether nothing is to be had of an adapter until a read ends that others do not wait for."""
+        return ref in self.slow and ref not in self.tiers.host and ref not in self.tiers.slots
+
     def is_overdue(self, ref: AdapterRef) -> bool:
-        """Whether nothing is to be had of an adapter until its read ends."""
-        return ref in self.overdue and ref not in self.tiers.host and ref not in self.tiers.slots
+        """Whether it is slow, and nobody waits for it any more."""
+        return ref in self.overdue and self.is_slow(ref)
 
     def unstage_if_unwanted(self, ref: AdapterRef) -> None:
         """Let an adapter that nobody waits for go no further towards a slot."""
@@ -150,7 +156,9 @@ class AdapterState(Generic[M]):
         )
         assert self.lost.keys() <= loaded.keys()
         assert not any(map(self.tiers.is_staged, self.lost)), "a lost adapter is staged"
-        assert all(map(self.tiers.is_reading, self.overdue)), "a read that has ended is overdue"
+        assert all(map(self.tiers.is_reading, self.slow)), "a read that has ended is slow"
+        assert self.overdue.keys() <= self.slow, "a read is overdue that others wait for"
+        assert not any(self.is_slow(ref) and self.tiers.is_staged(ref) for ref in self.slow), "a slow one is staged"
         assert set(self.warming) <= set(admitting), "an adapter that admits no requests is warmed up"
 
     def _spared(self) -> set[AdapterRef]:

@@ -97,7 +97,7 @@ class AdapterTable(Generic[M]):
             state.loaded[ref].record = record
             state.pinned.try_again(ref)
             state.lost.pop(ref, None)
-            if tensors is not None and (state.tiers.is_nowhere(ref) or state.is_overdue(ref)):
+            if tensors is not None and (state.tiers.is_nowhere(ref) or state.is_slow(ref)):
                 state.tiers.keep(ref, tensors, record.num_bytes, state.kept())
 
     def retire(self, name: str) -> int:
@@ -250,6 +250,8 @@ class AdapterTable(Generic[M]):
             tensors = tiers.host.get(ref)
             if state.is_overdue(ref):
                 raise AdapterLost(state.overdue[ref])
+            if state.is_slow(ref):
+                return _STILL_READING
             is_new = tiers.stage(ref)
             if tensors is None:
                 return Preparation(Readiness.READING, is_new) if is_new else _STILL_READING

@@ -89,6 +89,8 @@ class MemoryPlan:
         usable_bytes: What of it the engine may take.
         parts: What it takes.
         kv_cache_tokens: What its KV cache holds; whole blocks.
+        sizes: Of the model.
+        settings: That were planned with.
     """
 
     device: str
@@ -96,6 +98,13 @@ class MemoryPlan:
     usable_bytes: int
     parts: tuple[Part, ...]
     kv_cache_tokens: int
+    sizes: EngineSizes
+    settings: MemorySettings
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether slots are allocated whole, and the KV cache may have what is left."""
+        return not self.device.startswith("cpu")
 
     @property
     def reserved_bytes(self) -> int:
@@ -131,8 +140,24 @@ def plan_memory(sizes: EngineSizes, settings: MemorySettings, *, device: str, fr
 
     Raises:
         ConfigError: it does not fit. The sentence has each part, and for every setting that could help alone how far
-            it would have to go.
+            it would have to go; where none could, how far all would have to go together.
     """
+    plan = _share_out(sizes, settings, device=device, free_bytes=free_bytes)
+    if plan.reserved_bytes > plan.usable_bytes:
+        raise ConfigError(_refusal(plan))
+    return plan
+
+
+def remedies(plan: MemoryPlan, num_bytes: int) -> list[str]:
+    """What to set so that an engine takes `num_bytes` less than planned; any one of these is enough."""
+    if plan.is_gpu and plan.settings.kv_cache_tokens is None:
+        # Whatever else is lowered, the KV cache gets it.
+        return list(_lower_share(plan, num_bytes))
+    return list(_lower_settings(plan, num_bytes))
+
+
+def _share_out(sizes: EngineSizes, settings: MemorySettings, *, device: str, free_bytes: int) -> MemoryPlan:
+    """The plan, whether or not it fits."""
     is_gpu = not device.startswith("cpu")
     usable = int(free_bytes * settings.gpu_memory_utilization) if is_gpu else free_bytes
     if not is_gpu and settings.kv_cache_tokens is None:
@@ -147,10 +172,7 @@ def plan_memory(sizes: EngineSizes, settings: MemorySettings, *, device: str, fr
     tokens = num_blocks * settings.block_size
     why = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "what is left"
     kv = Part("KV cache", tokens * sizes.kv_token, f"{tokens} tokens of {sizes.kv_token} bytes ({why})")
-    plan = MemoryPlan(device, free_bytes, usable, (parts[0], kv, *parts[1:]), tokens)
-    if plan.reserved_bytes > usable:
-        raise ConfigError(_refusal(plan, sizes, settings, is_gpu))
-    return plan
+    return MemoryPlan(device, free_bytes, usable, (parts[0], kv, *parts[1:]), tokens, sizes, settings)
 
 
 def _parts_but_kv(sizes: EngineSizes, settings: MemorySettings, is_gpu: bool) -> list[Part]:
@@ -178,40 +200,60 @@ def _slot_bytes(sizes: EngineSizes, settings: MemorySettings) -> int:
     return settings.max_lora_rank * sizes.slot_rank + sizes.slot_gains
 
 
-def _refusal(plan: MemoryPlan, sizes: EngineSizes, settings: MemorySettings, is_gpu: bool) -> str:
+def _refusal(plan: MemoryPlan) -> str:
     """Why the engine does not start, and what to set."""
     missing = plan.reserved_bytes - plan.usable_bytes
     parts = ", ".join(f"{part.name} {gib(part.num_bytes)}" for part in plan.parts if part.is_reserved)
-    share = f" (gpu_memory_utilization {settings.gpu_memory_utilization:g} of them)" if is_gpu else ""
+    share = f" (gpu_memory_utilization {plan.settings.gpu_memory_utilization:g} of them)" if plan.is_gpu else ""
     found = (
         f"the engine needs {gib(plan.reserved_bytes)} of {plan.device} and may take {gib(plan.usable_bytes)} of the "
         f"{gib(plan.free_bytes)} that are free{share}: {gib(missing)} are missing, with {parts}"
     )
-    remedies = list(_remedies(plan, sizes, settings, is_gpu, missing))
-    if remedies:
-        return f"{found}; any one of these is enough: {'; or '.join(remedies)}"
+    enough = [*_raise_share(plan), *_lower_settings(plan, missing)]
+    if enough:
+        return f"{found}; any one of these is enough: {'; or '.join(enough)}"
     smaller = "a smaller or quantised model (engine.quantization), or more devices (engine.tensor_parallel_size)"
-    lower = ", ".join(_lowerable(settings, is_gpu))
-    return f"{found}; no single setting is enough: lower {lower} together, or use {smaller}"
+    together, is_enough = _together(plan)
+    if is_enough:
+        return f"{found}; no single setting is enough: lower {together}, all together, or use {smaller}"
+    least = f"even with {together}" if together else "whatever is set"
+    return f"{found}; no setting is enough ({least} it does not fit): use {smaller}"
 
 
-def _remedies(
-    plan: MemoryPlan, sizes: EngineSizes, settings: MemorySettings, is_gpu: bool, missing: int
-) -> Iterator[str]:
-    """For each setting that would be enough alone: what to set it to."""
-    if is_gpu:
-        needed = plan.reserved_bytes / max(1, plan.free_bytes)
-        # Some of a device's memory is always lost between allocations.
-        if needed <= 0.98:
-            yield f"raise gpu_memory_utilization to {-(-needed * 1000 // 1) / 1000:g}"
-        yield from _slot_remedies(sizes, settings, missing)
-    if settings.kv_cache_tokens is None:
-        needed_tokens, name = settings.max_model_len, "max_model_len"
-    else:
-        needed_tokens, name = plan.kv_cache_tokens, "kv_cache_tokens"
+def _raise_share(plan: MemoryPlan) -> Iterator[str]:
+    """The share of a GPU's memory that the plan fits in, if there is one."""
+    needed = plan.reserved_bytes / max(1, plan.free_bytes)
+    # Some of a device's memory is always lost between allocations.
+    if plan.is_gpu and needed <= 0.98:
+        yield f"raise gpu_memory_utilization to {-(-needed * 1000 // 1) / 1000:g}"
+
+
+def _lower_share(plan: MemoryPlan, num_bytes: int) -> Iterator[str]:
+    """The share of a GPU's memory that leaves so much more to others, and what else is to be lowered for it."""
+    share = plan.settings.gpu_memory_utilization
+    lower = (share - num_bytes / plan.free_bytes) * 1000 // 1 / 1000
+    if lower <= 0:
+        return
+    settings = replace(plan.settings, gpu_memory_utilization=lower)
+    less = _share_out(plan.sizes, settings, device=plan.device, free_bytes=plan.free_bytes)
+    missing = less.reserved_bytes - less.usable_bytes
+    said = f"lower gpu_memory_utilization from {share:g} to {lower:g}"
+    if missing > 0:
+        yield from (f"{said} and {other}" for other in _lower_settings(less, missing))
+        return
+    yield said
+    yield f"set kv_cache_tokens, of which there are {plan.kv_cache_tokens} now, to {less.kv_cache_tokens}"
+
+
+def _lower_settings(plan: MemoryPlan, missing: int) -> Iterator[str]:
+    """For each setting that alone frees so much: what to lower it to."""
+    sizes, settings = plan.sizes, plan.settings
+    if plan.is_gpu:
+        yield from _lower_slots(sizes, settings, missing)
+    needed_tokens, name = _needed_tokens(plan)
     spare = needed_tokens * sizes.kv_token - missing
     fewer = spare // sizes.kv_token // settings.block_size * settings.block_size
-    if fewer >= settings.block_size and fewer < needed_tokens:
+    if settings.block_size <= fewer < needed_tokens:
         yield f"lower {name} from {needed_tokens} to {fewer}"
     row = sizes.row + sizes.logits_row
     rows = settings.max_num_batched_tokens - -(-missing // row)
@@ -219,7 +261,14 @@ def _remedies(
         yield f"lower max_num_batched_tokens from {settings.max_num_batched_tokens} to {rows}"
 
 
-def _slot_remedies(sizes: EngineSizes, settings: MemorySettings, missing: int) -> Iterator[str]:
+def _needed_tokens(plan: MemoryPlan) -> tuple[int, str]:
+    """Tokens that the KV cache has to hold, and the setting that says so."""
+    if plan.settings.kv_cache_tokens is None:
+        return plan.settings.max_model_len, "max_model_len"
+    return plan.kv_cache_tokens, "kv_cache_tokens"
+
+
+def _lower_slots(sizes: EngineSizes, settings: MemorySettings, missing: int) -> Iterator[str]:
     if not settings.max_num_loras:
         return
     slots = settings.max_num_loras - -(-missing // _slot_bytes(sizes, settings))
@@ -234,15 +283,34 @@ def _slot_remedies(sizes: EngineSizes, settings: MemorySettings, missing: int) -
         yield "set adapt_embeddings to false"
 
 
-def _lowerable(settings: MemorySettings, is_gpu: bool) -> Iterator[str]:
-    if settings.max_num_loras and is_gpu:
-        yield f"max_num_loras ({settings.max_num_loras})"
-        yield f"max_lora_rank ({settings.max_lora_rank})"
-    if settings.kv_cache_tokens is None:
-        yield f"max_model_len ({settings.max_model_len})"
+def _together(plan: MemoryPlan) -> tuple[str, bool]:
+    """All settings that matter, halved until the plan fits or they can be halved no more, and whether it then fits."""
+    settings, lowered, is_enough = plan.settings, plan.settings, False
+    while not is_enough and (halved := _halved(lowered, plan.is_gpu)) != lowered:
+        lowered = halved
+        tried = _share_out(plan.sizes, lowered, device=plan.device, free_bytes=plan.free_bytes)
+        is_enough = tried.reserved_bytes <= tried.usable_bytes
+    names = ("max_num_loras", "max_lora_rank", "max_model_len", "kv_cache_tokens", "max_num_batched_tokens")
+    pairs = ((name, getattr(settings, name), getattr(lowered, name)) for name in names)
+    return ", ".join(f"{name} from {old} to {new}" for name, old, new in pairs if new != old), is_enough
+
+
+def _halved(settings: MemorySettings, is_gpu: bool) -> MemorySettings:
+    """About half of every setting that takes memory at start, as far as it can be lowered."""
+    kv_tokens, block = settings.kv_cache_tokens, settings.block_size
+    if is_gpu and settings.max_num_loras:
+        ranks = _half(settings.max_lora_rank, 8) // 8 * 8 or settings.max_lora_rank
+        settings = replace(settings, max_num_loras=_half(settings.max_num_loras, 1), max_lora_rank=ranks)
+    if kv_tokens is None:
+        settings = replace(settings, max_model_len=_half(settings.max_model_len, block))
     else:
-        yield f"kv_cache_tokens ({settings.kv_cache_tokens})"
-    yield f"max_num_batched_tokens ({settings.max_num_batched_tokens})"
+        settings = replace(settings, kv_cache_tokens=_half(kv_tokens, block))
+    return replace(settings, max_num_batched_tokens=_half(settings.max_num_batched_tokens, settings.max_num_seqs))
+
+
+def _half(number: int, least: int) -> int:
+    """Half of a number, but `least` at least, or the number itself where that is less."""
+    return max(number // 2, min(least, number))
 
 
 def gib(num_bytes: int) -> str:

@@ -87,9 +87,10 @@ class Staging(Generic[M]):
         self._warm_up_deadline: float | None = None
         self._read_timeout_s = read_timeout_s
         self._clock = clock
+        self._patience_s = min(PATIENCE_S, read_timeout_s)
         self._readers = Workers(
             "lora-reader",
-            Places(NUM_READERS, min(PATIENCE_S, read_timeout_s), clock),
+            Places(NUM_READERS, self._patience_s, clock),
             self._next_read,
             self._read_for_requests,
         )
@@ -295,12 +296,19 @@ class Staging(Generic[M]):
             logger.warning("%s", error)
 
     def _give_up_reads(self) -> None:
-        """Have nobody wait any longer for files that may never come, as from a dead mount."""
+        """Hold up nobody for long with files that may never come, as from a dead mount.
+
+        Other adapters wait for a read for seconds; its own requests do for `read_timeout_s`.
+        """
         if not self._reads:
             return
         with self._read_ended:
-            latest_s = self._clock() - self._read_timeout_s
-            for ref in [ref for ref, begun_s in self._reads.items() if begun_s < latest_s]:
+            now_s = self._clock()
+            for ref, begun_s in list(self._reads.items()):
+                if now_s - begun_s <= self._read_timeout_s:
+                    if now_s - begun_s > self._patience_s:
+                        self._table.reads.step_aside(ref)
+                    continue
                 del self._reads[ref]
                 reason = (
                     f"LoRA adapter {ref.name!r} is not in memory, and reading its files again has taken longer than "

@@ -51,7 +51,7 @@ class WantedSlots(Generic[M]):
             return ref in self._state.pinned
 
     def pinned_without_slot(self) -> list[AdapterRef]:
-        """Pinned adapters on their way to a slot; not those whose files are lost."""
+        """Pinned adapters on their way to a slot; not those whose files are lost, or are being read for long."""
         with self._state.lock:
             return self._pinned_without_slot()
 
@@ -72,7 +72,7 @@ class WantedSlots(Generic[M]):
             ref = state.loaded.named(name)
             if ref in state.tiers.slots:
                 return Readiness.WRITING if state.tiers.is_writing(ref) else Readiness.READY
-            if state.is_overdue(ref) or (ref in state.tiers.host and not state.can_spare(ref)):
+            if state.is_slow(ref) or (ref in state.tiers.host and not state.can_spare(ref)):
                 return Readiness.NO_SLOT
             state.warming.add(ref)
             return Readiness.READING
@@ -132,7 +132,7 @@ class WantedSlots(Generic[M]):
     def _pinned_without_slot(self) -> list[AdapterRef]:
         state = self._state
         return [
-            ref for ref in state.pinned.wanted() if state.tiers.written_slot(ref) is None and not state.is_overdue(ref)
+            ref for ref in state.pinned.wanted() if state.tiers.written_slot(ref) is None and not state.is_slow(ref)
         ]
 
     def _is_awaited(self) -> bool:

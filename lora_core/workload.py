@@ -22,6 +22,8 @@ class AdapterWork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """How long the oldest of them has been there."""
     oldest_idle_s: float = 0.0
     """How long ago the oldest came nearer to its end; since it came, where it never has."""
+    oldest_waits: bool = False
+    """Whether the oldest is one of those that wait."""
 
 
 class SlotCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lora_core.engine.sampler import PREFIXES, draw, draw_ahead, truncates, uniform_numbers, upload
 from lora_core.engine.sampler_state import SamplerState
+from lora_core.engine.step_buffers import send
 from lora_core.messages import SamplingParams
 
 
@@ -70,7 +71,7 @@ class AheadTokens:
             rows = upload(self._drawn, torch.int64, device)
             # Rows that are not finite have no distribution to draw from.
             self._logits = torch.where(finite[rows].unsqueeze(-1), logits[rows], 0.0)
-            found, wrong = draw_ahead(self._logits, self._sampling, _moved(self._uniform, device))
+            found, wrong = draw_ahead(self._logits, self._sampling, send(self._uniform, device))
             tokens.index_copy_(0, rows, found)
             is_wrong.index_copy_(0, rows, wrong)
         self.inputs = tokens.where(finite, 0)
@@ -93,14 +94,9 @@ class AheadTokens:
         landed = [Landed(None if token < 0 else token) for token in tokens]
         again = [place for place, row in enumerate(self._drawn) if wrong[row] and tokens[row] >= 0]
         if again:
-            uniform = _moved(self._uniform[again], self._logits.device)
+            uniform = send(self._uniform[again], self._logits.device)
             found = draw(self._logits[again], [self._sampling[place] for place in again], uniform).tolist()
             for place, token in zip(again, found, strict=True):
                 row = self._drawn[place]
                 landed[row] = Landed(token, was_wrong=token != tokens[row])
         return landed
-
-
-def _moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on the device; the host does not wait for the copy."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

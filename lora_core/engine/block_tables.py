@@ -78,11 +78,6 @@ class BlockTables:
         request.block_table += self._pool.allocate(missing)
         return True
 
-    def advance(self, request: Request, num_tokens: int) -> None:
-        """Take note that the next `num_tokens` tokens of a request have their keys and values in its blocks."""
-        self.extend(request, num_tokens)
-        self.settle(request, request.num_computed)
-
     def extend(self, request: Request, num_tokens: int) -> None:
         """Take note that the keys and values of the next `num_tokens` tokens of a request are on their way."""
         request.num_computed += num_tokens
@@ -119,6 +114,10 @@ class BlockTables:
     def forget_adapter(self, adapter: AdapterRef) -> None:
         """Keep nothing of an adapter that nobody can ask for again."""
         self._pool.forget_adapter(adapter)
+
+    def forget_name(self, name: str) -> None:
+        """Keep nothing of any generation of an adapter."""
+        self._pool.forget_name(name)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Assert that the blocks of running requests and of the pool agree, and that nobody writes what others read."""

@@ -104,6 +104,11 @@ class BlockPool:
         """Forget the blocks of an adapter that nobody can ask for again, so that no others go before them."""
         self.forget(list(self._by_adapter.get(adapter, ())))
 
+    def forget_name(self, name: str) -> None:
+        """Forget the blocks of all generations of an adapter."""
+        for adapter in [adapter for adapter in self._by_adapter if adapter.name == name]:
+            self.forget_adapter(adapter)
+
     def free(self, blocks: list[int]) -> None:
         """Give a table's blocks back, and empty it, so that nothing can free them twice.
 

@@ -5,7 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from lora_core.engine.constraint import ConstraintState
 from lora_core.engine.request import Request
-from lora_core.errors import InvalidRequest
+from lora_core.errors import LoRAFleetError
 
 
 class Compilations:
@@ -21,15 +21,15 @@ class Compilations:
         """Hold a request until its compilation is done."""
         self._waiting[request] = compilation
 
-    def take_done(self) -> Iterator[tuple[Request, InvalidRequest | None]]:
-        """The requests whose constraints have been compiled, and are theirs now; or why one cannot be."""
+    def take_done(self) -> Iterator[tuple[Request, LoRAFleetError | None]]:
+        """The requests whose constraints have been compiled, and are theirs now; or why one cannot be, or was not."""
         for request, compilation in list(self._waiting.items()):
             if not compilation.done():
                 continue
             del self._waiting[request]
             try:
                 request.sampler.constraint = compilation.result()
-            except InvalidRequest as error:
+            except LoRAFleetError as error:
                 yield request, error
             else:
                 yield request, None

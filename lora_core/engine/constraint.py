@@ -3,12 +3,10 @@
 import time
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher
 
+from lora_core.engine.kv_cache import Ints
 from lora_core.errors import describe
-
-Ints = npt.NDArray[np.int64]
 
 EDITS_OF_BYTES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),

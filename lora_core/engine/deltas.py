@@ -45,11 +45,10 @@ def wrong_logits(request: Request) -> TokenDelta:
     return failure(request.request_id, f"{model} gave logits that are not finite (NaN or infinity)")
 
 
-def overdue(request: Request, timeout_s: float) -> TokenDelta:
-    """The end of a request whose adapter was unloaded `timeout_s` ago."""
+def overdue(request: Request, timeout_s: float) -> AdapterUnloaded:
+    """What the user of a request is told whose adapter was unloaded `timeout_s` ago."""
     assert request.adapter is not None, "only adapters are unloaded"
-    message = (
+    return AdapterUnloaded(
         f"LoRA adapter {request.adapter.name!r} was unloaded or replaced, and the request did not end within "
         f"{timeout_s:g} s of that; send it again, or raise lora_config.drain_timeout_s"
     )
-    return failure(request.request_id, message, AdapterUnloaded.__name__)

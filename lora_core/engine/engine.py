@@ -4,7 +4,6 @@ import itertools
 import time
 from collections.abc import Callable
 
-import msgspec
 import torch
 
 from lora_core.config import EngineConfig, LoRAConfig
@@ -14,21 +13,20 @@ from lora_core.engine.compilations import Compilations
 from lora_core.engine.deltas import failure, overdue, token_delta, wrong_logits
 from lora_core.engine.drain import Drain
 from lora_core.engine.end_of_text import eos_token_ids
+from lora_core.engine.engine_account import EngineAccount
 from lora_core.engine.grammars import Grammars
 from lora_core.engine.kernel_variants import Progress
 from lora_core.engine.late_rows import without_late_rows
 from lora_core.engine.memory_sizes import memory_faults
+from lora_core.engine.open_requests import OpenRequests
 from lora_core.engine.prompt_scores import score_prompts
 from lora_core.engine.request import Limits, Request, ScheduledBatch, check
 from lora_core.engine.runner import ModelRunner
 from lora_core.engine.sampler import Choice, sample
 from lora_core.engine.scheduler import Scheduler
 from lora_core.engine.steps_ahead import StepsAhead
-from lora_core.engine.timelines import Timelines
 from lora_core.engine.warm_up import ignore_progress, warm_up_requests
-from lora_core.engine.work_meter import WorkMeter
-from lora_core.engine.write_pace import WritePace
-from lora_core.errors import AdapterError, AdapterLost, ConfigError, InvalidRequest
+from lora_core.errors import AdapterError, AdapterLost, ConfigError, InvalidRequest, LoRAFleetError
 from lora_core.messages import EngineReady, GenerateRequest, TokenDelta, TokenLogprobs
 from lora_core.types import LoRAStatus
 from lora_core.workload import CacheCounts, Workload
@@ -90,9 +88,8 @@ class LLMEngine:
             eos_token_ids=self._eos_token_ids,
         )
         self._grammars = Grammars(engine_config.model, self._limits.vocab_size, self._eos_token_ids)
-        self._requests: dict[str, Request] = {}
+        self._open = OpenRequests()
         self._compilations = Compilations()
-        self._refused: list[TokenDelta] = []
         self._arrivals = itertools.count()
         self._randomness = torch.Generator()
         self._randomness.seed()
@@ -106,9 +103,7 @@ class LLMEngine:
         )
         self._clock = clock
         self._drain = Drain(lora_config.drain_timeout_s)
-        self._write_pace = WritePace()
-        self._work = WorkMeter(clock)
-        self._timelines = Timelines(self.manager.slot_of)
+        self._account = EngineAccount(self.manager, clock)
 
     @property
     def num_running(self) -> int:
@@ -151,22 +146,22 @@ class LLMEngine:
         try:
             request = self._accept(message)
         except (InvalidRequest, AdapterError) as error:
-            self._refused.append(failure(message.request_id, str(error), type(error).__name__))
+            self._open.refuse(message.request_id, error)
             return
-        self._requests[request.request_id] = request
+        self._open.add(request)
         self._ahead.watch(request, self._limits.vocab_size)
-        self._work.came(request)
-        if request.is_traced:
-            self._timelines.came(request)
+        self._account.came(request)
         if request.sampling.constraint is None:
             self._scheduler.add(request)
         else:
-            self._compilations.add(request, self._grammars.compile(request.sampling.constraint))
+            # Tenants take turns, and where there are none, adapters do.
+            caller = request.cache_salt or request.adapter
+            self._compilations.add(request, self._grammars.compile(request.sampling.constraint, caller))
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what it holds, now; no delta follows. An unknown id is ignored."""
-        self._refused = [delta for delta in self._refused if delta.request_id != request_id]
-        request = self._requests.get(request_id)
+        self._open.take_back(request_id)
+        request = self._open.find(request_id)
         if request is not None:
             self._drop(request)
 
@@ -179,42 +174,39 @@ class LLMEngine:
         self.runner.close()
 
     def reset_adapter(self, name: str, reason: str) -> None:
-        """End the requests of an adapter with AdapterLost, and have the next one find it read and written anew."""
-        for request in list(self._requests.values()):
+        """End the requests of an adapter with AdapterLost, and have the next one find it read and written anew.
+
+        What it has computed is as suspect as its slot was, and is not used again.
+        """
+        for request in self._open:
             if request.adapter is not None and request.adapter.name == name:
-                self._drop(request)
-                self._refused.append(failure(request.request_id, reason, AdapterLost.__name__))
+                self._drop(request, AdapterLost(reason))
         self.manager.reset_adapter(name)
+        self._blocks.forget_name(name)
 
     def workload(self) -> Workload:
         """What was done since the last call, and is to be done now."""
-        return msgspec.structs.replace(
-            self._work.take(),
-            load_ms_per_mib=self.manager.load_ms_per_mib(),
-            slots=self.manager.slot_counts(),
-            cache=self._cache_counts(),
-        )
-
-    def _cache_counts(self) -> CacheCounts:
         num_queried, num_hit = self.prefix_cache_counts
-        return CacheCounts(
+        cache = CacheCounts(
             usage=self._blocks.usage,
             num_queried_tokens=num_queried,
             num_hit_tokens=num_hit,
             num_preemptions=sum(self.preemption_counts),
         )
+        return self._account.take(cache)
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say; adapters on their way into slots are something to do."""
-        return bool(self._requests or self._refused) or self.manager.is_busy
+        return bool(self._open) or self._open.has_refusals or self.manager.is_busy
 
     def step(self) -> list[TokenDelta]:
         """Run one batch, and return the tokens it produced and the requests that failed since the last step.
 
         A request fails here, with finish reason "error", when its adapter is needed from files that are gone or changed
         (AdapterLost), or when its adapter was unloaded or replaced and it has not ended `drain_timeout_s` later
-        (AdapterUnloaded), or when its constraint does not compile or cannot be followed (InvalidRequest). With nothing
-        to run, it waits a few milliseconds for what is being read or compiled.
+        (AdapterUnloaded), or when its constraint does not compile or cannot be followed (InvalidRequest), or was not
+        compiled in time (EngineError). With nothing to run, it waits a few milliseconds for what is being read or
+        compiled.
 
         With async scheduling the tokens are those of the step before, which the device has computed meanwhile.
 
@@ -227,7 +219,7 @@ class LLMEngine:
             self._blocks.forget_adapter(ref)
         if self._ahead.flight is not None and not self._may_run_ahead():
             return self._with_refused(self._ahead.land())
-        self.manager.advance(self._write_pace.budget_s)
+        self.manager.advance(self._account.write_budget_s)
         batch = self._schedule()
         if not batch.rows and self._ahead.flight is not None:
             return self._with_refused(self._ahead.land())
@@ -235,19 +227,13 @@ class LLMEngine:
             # Nobody is kept waiting by it.
             self.manager.advance(None)
             batch = self._schedule()
-        if self._timelines:
-            self._timelines.begins(batch)
+        self._account.begins(batch)
+        deltas: list[TokenDelta] = []
         if batch.rows:
-            self._work.begins(batch)
-            started_s = time.perf_counter()
-            deltas = self._run(batch)
-            seconds = time.perf_counter() - started_s
-            self._write_pace.note(seconds)
-            self._work.ran(batch, seconds)
-        else:
-            deltas = []
-            if not self._refused and self.has_work():
-                self._wait()
+            with self._account.timed(batch):
+                deltas = self._run(batch)
+        elif not self._open.has_refusals and self.has_work():
+            self._wait()
         return self._with_refused(deltas)
 
     def warm_up(self, progress: Progress = ignore_progress) -> None:
@@ -256,7 +242,7 @@ class LLMEngine:
         In between, short prompts and decode steps run, through an adapter too if one is loaded. Called before the first
         request.
         """
-        assert not self._requests, "warm_up runs before the first request"
+        assert not self._open, "warm_up runs before the first request"
         self.runner.compile_kernels(progress)
         names = (None, *itertools.islice(self.manager.loras, 1))
         for request in warm_up_requests(self.ready(), self.runner.warm_up_tokens, names):
@@ -264,24 +250,23 @@ class LLMEngine:
         tokenizer = self._grammars.prepare()
         # The longest prompt takes the most memory of all steps.
         with memory_faults(self.runner.plan):
-            while self._requests:
+            while self._open:
                 self.step()
         tokenizer.result()
         self.runner.capture_graphs(progress)
         # Not what users ask for.
-        self._work = WorkMeter(self._clock)
+        self._account.forget_work()
 
     def check_invariants(self) -> None:
-        """Assert that requests, blocks, slots, pins and counts agree; costs time, for tests."""
+        """Assert that requests, blocks, slots, pins and counts agree; costs time: for tests, and while nobody waits."""
         self.manager.check()
         self._scheduler.check()
-        known = len(self._requests)
+        known = len(self._open)
         queued = self._scheduler.num_running + self._scheduler.num_waiting + len(self._compilations)
         assert known == queued, f"{known} requests are known and {queued} are queued or running"
 
     def _accept(self, message: GenerateRequest) -> Request:
-        if message.request_id in self._requests:
-            raise InvalidRequest(f"request id {message.request_id!r} is in use; give each request its own")
+        self._open.check_id(message.request_id)
         check(message, self._limits)
         # Last, because from here on the adapter must be released.
         adapter = None if message.lora_name is None else self.manager.acquire(message.lora_name)
@@ -291,8 +276,7 @@ class LLMEngine:
         """The next batch; the requests it gives up are answered by this step."""
         batch = self._scheduler.schedule()
         for request, error in batch.lost:
-            self._forget(request)
-            self._refused.append(failure(request.request_id, str(error), type(error).__name__))
+            self._forget(request, error)
         return batch
 
     def _end_overdue_requests(self) -> None:
@@ -301,11 +285,9 @@ class LLMEngine:
         if not retired and self._drain.is_idle:
             return
         late = self._drain.overdue(retired, self._clock())
-        for request in list(self._requests.values()):
-            if request.adapter is None or request.adapter not in late:
-                continue
-            self._drop(request)
-            self._refused.append(overdue(request, self._drain.timeout_s))
+        for request in self._open:
+            if request.adapter in late:
+                self._drop(request, overdue(request, self._drain.timeout_s))
 
     def _run(self, batch: ScheduledBatch) -> list[TokenDelta]:
         """Compute a batch of at least one row, and choose the next token of each row that is due."""
@@ -329,7 +311,7 @@ class LLMEngine:
             [
                 (request.sampler.constraint, request.token_ids[-1])
                 for request in requests
-                if request.sampler.constraint is not None and request.request_id in self._requests
+                if request.sampler.constraint is not None and request in self._open
             ]
         )
         return deltas
@@ -340,7 +322,7 @@ class LLMEngine:
 
     def is_known(self, request: Request) -> bool:
         """Whether it has not ended."""
-        return self._requests.get(request.request_id) is request
+        return request in self._open
 
     def _advance(self, request: Request, choice: Choice | None) -> TokenDelta:
         """Append the next token to a request's answer, and end the request if that was the last one."""
@@ -357,7 +339,7 @@ class LLMEngine:
     def answer(self, request: Request, num_tokens: int, logprobs: TokenLogprobs | None = None) -> TokenDelta:
         """Tell of the last of a request's first `num_tokens` tokens, and end the request if it ends the answer."""
         reason = request.finish_reason(self._eos_token_ids, num_tokens)
-        timeline = self._timelines.has_token(request, is_last=reason is not None) if request.is_traced else None
+        timeline = self._account.has_token(request, is_last=reason is not None)
         if reason is not None:
             self._finish(request)
         return token_delta(request, num_tokens, reason, logprobs, timeline)
@@ -372,15 +354,13 @@ class LLMEngine:
         """The deltas of a step, and those of requests that were refused since the last one."""
         # What a rank that has ended took part in may be wrong.
         self.check_ranks()
-        deltas, self._refused = deltas + self._refused, []
-        return deltas
+        return deltas + self._open.take_refusals()
 
     def _queue_compiled(self) -> None:
         """Queue the requests whose constraints have been compiled, and refuse those whose cannot be."""
         for request, error in self._compilations.take_done():
             if error is not None:
-                self._forget(request)
-                self._refused.append(failure(request.request_id, str(error), type(error).__name__))
+                self._forget(request, error)
                 continue
             # The queue is in order of arrival, and others have come to it meanwhile.
             request.arrival = next(self._arrivals)
@@ -393,21 +373,23 @@ class LLMEngine:
         else:
             self.manager.wait(LONGEST_WAIT_S)
 
-    def _drop(self, request: Request) -> None:
-        """Forget a request, wherever it is, and free what it holds."""
+    def _drop(self, request: Request, error: LoRAFleetError | None = None) -> None:
+        """Forget a request, wherever it is, and free what it holds; its user is told the error, if there is one."""
         if not self._compilations.cancel(request):
             self._scheduler.abort(request)
-        self._forget(request)
+        self._forget(request, error)
 
     def _finish(self, request: Request) -> None:
         # It may have been put back since its last token was begun.
         self._scheduler.abort(request)
         self._forget(request)
 
-    def _forget(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        self._ahead.forget(request, is_last=not self._requests)
-        self._work.ended(request)
-        self._timelines.ended(request)
+    def _forget(self, request: Request, error: LoRAFleetError | None = None) -> None:
+        """Take note that a request, which holds nothing but its adapter, has ended."""
+        self._open.end(request)
+        self._ahead.forget(request, is_last=not self._open)
+        self._account.ended(request)
         if request.adapter is not None:
             self.manager.release(request.adapter)
+        if error is not None:
+            self._open.refuse(request.request_id, error)

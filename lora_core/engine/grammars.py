@@ -1,7 +1,8 @@
 """`Grammars`: constraints compiled and followed beside the step thread, by llguidance."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import llguidance.hf
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from lora_core.engine.compile_turns import CompileTurns
 from lora_core.engine.constraint import ConstraintState
 from lora_core.engine.grammar_trial import GrammarTrial, parser_limits
 from lora_core.errors import InvalidRequest, describe
@@ -29,7 +31,8 @@ class Grammars:
     """Compiles the constraints of one engine's requests, and follows their answers.
 
     Both happen on threads of their own, started when they are first needed: llguidance leaves Python to others while it
-    works. The step thread alone calls this, and never waits for a compilation.
+    works. The step thread alone calls this, and never waits for a compilation. Callers take turns, and a constraint
+    that was compiled before waits for no compilation.
 
     Args:
         model: Folder of the base model, for its tokenizer.
@@ -41,14 +44,16 @@ class Grammars:
         self._model = model
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._compiling = ThreadPoolExecutor(1, "grammar-compiler")
+        self._compiling = CompileTurns("grammar-compiler")
+        self._starting = CompileTurns("grammar-starter")
         # Of its own: one that is slow to compile must not hold up answers that have begun.
         self._following = ThreadPoolExecutor(1, "grammar-follower")
         self._jobs: set[Future[None]] = set()
         self._tokenizer: LLTokenizer | None = None
         self._trial: GrammarTrial | None = None
-        # Each compiled one at its start, not to be changed.
+        # Each compiled one at its start, not to be changed; seen by the threads that compile and start.
         self._compiled: OrderedDict[Constraint, LLMatcher | InvalidRequest] = OrderedDict()
+        self._lock = threading.Lock()
 
     def prepare(self) -> "Future[LLTokenizer | None]":
         """Build the tokenizer, which takes a second, before the first request needs it; None where that fails."""
@@ -62,21 +67,31 @@ class Grammars:
                 # Whoever asks for a constraint is told why.
                 return None
 
-        return self._compiling.submit(build)
+        return self._compiling.submit(None, build)
 
-    def compile(self, constraint: Constraint) -> "Future[ConstraintState]":
-        """The state before an answer's first token, when it is ready, or InvalidRequest and no other error."""
+    def compile(self, constraint: Constraint, caller: Hashable = None) -> "Future[ConstraintState]":
+        """The state before an answer's first token, when it is ready.
+
+        Args:
+            constraint: Whatever a client has sent.
+            caller: Whose turn it takes.
+
+        Returns:
+            Its exception is InvalidRequest, or EngineError where its turn did not come in time.
+        """
+        found = self._known(constraint)
 
         def start() -> ConstraintState:
             try:
-                return self._start(constraint)
+                return self._start(self._matcher(constraint) if found is None else found)
             except InvalidRequest:
                 raise
             # A panic of the library is no Exception.
             except BaseException as error:
                 raise InvalidRequest(f"the {constraint.kind} does not compile: {describe(error)[:500]}") from None
 
-        return self._compiling.submit(start)
+        turns = self._compiling if found is None else self._starting
+        return turns.submit(caller, start)
 
     def follow(self, chosen: Sequence[tuple[ConstraintState, int]]) -> None:
         """Take the tokens that were chosen; the states are ready again some time later."""
@@ -97,29 +112,36 @@ class Grammars:
             # A fault of ours, if any.
             job.result()
 
-    def _start(self, constraint: Constraint) -> ConstraintState:
-        matcher = self._matcher(constraint)
-        state = ConstraintState(matcher.deep_copy(), self._built_tokenizer().vocab_size, self._vocab_size)
+    def _start(self, compiled: LLMatcher | InvalidRequest) -> ConstraintState:
+        if isinstance(compiled, InvalidRequest):
+            # One for each who raises it.
+            raise InvalidRequest(str(compiled))
+        state = ConstraintState(compiled.deep_copy(), self._built_tokenizer().vocab_size, self._vocab_size)
         state.follow(None)
         if state.error is not None:
             raise InvalidRequest(state.error)
         return state
 
-    def _matcher(self, constraint: Constraint) -> LLMatcher:
-        """The compiled constraint; not to be changed."""
-        found = self._compiled.get(constraint)
+    def _known(self, constraint: Constraint) -> LLMatcher | InvalidRequest | None:
+        """What came of a compilation before, not to be changed; None if there was none lately."""
+        with self._lock:
+            found = self._compiled.get(constraint)
+            if found is not None:
+                self._compiled.move_to_end(constraint)
+        return found
+
+    def _matcher(self, constraint: Constraint) -> LLMatcher | InvalidRequest:
+        """The same, compiled now where it is not known; for the thread that compiles."""
+        found = self._known(constraint)
         if found is None:
             try:
                 found = self._compile(constraint)
             except InvalidRequest as error:
                 found = error
-            self._compiled[constraint] = found
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(constraint)
-        if isinstance(found, InvalidRequest):
-            # One for each who raises it.
-            raise InvalidRequest(str(found))
+            with self._lock:
+                self._compiled[constraint] = found
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
         return found
 
     def _compile(self, constraint: Constraint) -> LLMatcher:

@@ -1,5 +1,6 @@
 """What `lora_core.memory_plan` needs to know of a model and a device."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,12 +10,20 @@ import torch
 
 from lora_core.config import EngineSettings, LoRAConfig
 from lora_core.errors import ConfigError
-from lora_core.memory_plan import EngineSizes, MemoryPlan, MemorySettings, gib
+from lora_core.memory_plan import EngineSizes, MemoryPlan, MemorySettings, gib, remedies
 from lora_core.models.decoder import DecoderConfig
 from lora_core.stacks import stack_dtype
 from lora_core.targets import lora_sites
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""Names itself where it has no memory."""
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+_GUESSED_BYTES = 256 << 20
+"""Taken to be missing where nobody says how much was asked for."""
 
 _MOST_SPLITS = 2
 """Planes of partial sums that adapters' products leave of a long prompt's rows; steps of few rows have more of them."""
@@ -82,13 +91,36 @@ def memory_faults(plan: MemoryPlan) -> Iterator[None]:
     """Within the block, a device that runs out of memory all the same is a ConfigError that says what to set."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        table = "\n".join(plan.lines())
-        raise ConfigError(
-            f"{plan.device} ran out of memory at start ({str(error).splitlines()[0]}), although "
-            f"{gib(plan.reserved_bytes)} of {gib(plan.usable_bytes)} were planned: lower gpu_memory_utilization (with "
-            f"kv_cache_tokens unset) or kv_cache_tokens, and see what else uses the device\n{table}"
-        ) from error
+    # On a CPU torch raises a plain RuntimeError, and numpy a MemoryError.
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not _is_of_memory(error):
+            raise
+        raise ConfigError(_fault(plan, str(error) or type(error).__name__)) from error
+
+
+def _is_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def _fault(plan: MemoryPlan, said: str) -> str:
+    """What to set where more memory was asked for than there was, in the words of whoever was asked."""
+    what = said.strip().splitlines()[0]
+    missing = _asked_bytes(what) or _GUESSED_BYTES
+    table = "\n".join(plan.lines())
+    enough = remedies(plan, missing)
+    if not enough:
+        enough = ["use a smaller or quantised model (engine.quantization), or more devices"]
+    return (
+        f"{plan.device} ran out of memory at start ({what}), although {gib(plan.reserved_bytes)} of "
+        f"{gib(plan.usable_bytes)} were planned: see what else uses the device; or free {gib(missing)}, for which any "
+        f"one of these is enough: {'; or '.join(enough)}\n{table}"
+    )
+
+
+def _asked_bytes(said: str) -> int | None:
+    """How many bytes an allocator says were asked of it."""
+    found = re.search(r"(\d+(?:\.\d+)?) ?(bytes|[KMG]iB)", said)
+    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
 
 
 def _weight_bytes(config: DecoderConfig, engine: EngineSettings, itemsize: int, device: torch.device) -> int:

@@ -7,9 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lora_core.engine.kv_cache import Ints
 from lora_core.messages import SamplingParams
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 FIRST_CAPACITY = 64

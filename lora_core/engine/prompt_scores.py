@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lora_core.engine.kv_cache import Ints
 from lora_core.engine.logprobs import RowLogprobs
-from lora_core.engine.penalties import Ints
 from lora_core.engine.request import ScheduledRow
 
 ROWS_AT_ONCE = 64

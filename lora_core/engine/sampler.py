@@ -20,10 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lora_core.engine.kv_cache import Ints
 from lora_core.engine.likeliest import likeliest
 from lora_core.engine.logprobs import RowLogprobs
-from lora_core.engine.penalties import Ints, flat_places, penalise
+from lora_core.engine.penalties import flat_places, penalise
 from lora_core.engine.sampler_state import SamplerState
+from lora_core.engine.step_buffers import send
 from lora_core.messages import SamplingParams, TokenLogprobs
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30
@@ -351,9 +353,7 @@ def _just_below(numbers: Tensor) -> Tensor:
 
 def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device; the host does not wait for the copy."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return send(torch.tensor(numbers, dtype=dtype), device)
 
 
 def _take(tensor: Tensor, rows: list[int], index: Tensor | None = None) -> Tensor:

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from lora_core.engine.constraint import ConstraintState
-from lora_core.engine.penalties import Floats, Ints, TokenCounts
+from lora_core.engine.kv_cache import Ints
+from lora_core.engine.penalties import Floats, TokenCounts
 from lora_core.messages import SamplingParams, TokenLogprobs
 
 

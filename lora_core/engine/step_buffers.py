@@ -71,9 +71,12 @@ def fill_pending(token_ids: Tensor, pending: PendingTokens) -> None:
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device, *, pin: bool = False) -> Tensor:
-    """A tensor of an array on a device; the host does not wait for the copy. On the CPU it may share its memory."""
+    """A tensor of an array on a device, or in page-locked memory; see `send`."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda" or pin:
-        # Of memory that is not page-locked the copy would wait for all that was launched before it.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return send(tensor.pin_memory() if pin else tensor, device)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on a device; the host does not wait for the copy. On the CPU it is the same tensor."""
+    # Of memory that is not page-locked the copy would wait for all that was launched before it.
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

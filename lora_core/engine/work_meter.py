@@ -119,14 +119,19 @@ class WorkMeter:
         if not requests:
             return AdapterWork(name=name)
         oldest = self._oldest[name]
-        num_running = sum(bool(request.block_table) and not request.is_parked for request in requests)
+        num_running = sum(map(_runs, requests))
         return AdapterWork(
             name=name,
             num_running=num_running,
             num_waiting=len(requests) - num_running,
             oldest_age_s=now_s - self._came_s[oldest.request],
             oldest_idle_s=now_s - oldest.since_s,
+            oldest_waits=not _runs(oldest.request),
         )
+
+
+def _runs(request: Request) -> bool:
+    return bool(request.block_table) and not request.is_parked
 
 
 def _name(adapter: AdapterRef | None) -> str | None:

@@ -18,8 +18,8 @@ from deployments.sampling_fields import StructuredOutputs
 from lora_core.engine.constraint import ConstraintState
 from lora_core.engine.engine import LLMEngine
 from lora_core.engine.grammar_trial import GrammarTrial
-from lora_core.messages import Constraint
-from tests.engine.answers import Answer, Answers, ask, assert_nothing_left, finish, make_engine, step
+from lora_core.messages import Constraint, GenerateRequest, SamplingParams
+from tests.engine.answers import PROMPTS, Answer, Answers, ask, assert_nothing_left, finish, make_engine, step
 from tests.engine.byte_model import END, byte_model
 from tests.factories import make_adapter
 
@@ -56,6 +56,9 @@ AMBIGUOUS = json.dumps(
 
 ENDLESS = [{"type": "string", "pattern": f"a.{{{length}}}b"} for length in range(40)]
 """What fits all of these takes more memory to find than there is."""
+
+SLOW = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnop"]
+"""What fits all of these takes a second to be found too hard."""
 
 
 @pytest.fixture(scope="module")
@@ -291,9 +294,8 @@ def test_a_hostile_schema_holds_up_nobody_else(base: Path) -> None:
     answers: Answers = {}
     for _ in range(20):
         step(engine, answers)
-    slow = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnop"]
     # The one takes a second to be found too hard, the other one as long for its first token.
-    ask(engine, "compile", None, constraint=Constraint("json_schema", json.dumps({"allOf": slow})))
+    ask(engine, "compile", None, constraint=Constraint("json_schema", json.dumps({"allOf": SLOW})))
     ask(engine, "follow", None, max_tokens=200, constraint=Constraint("json_schema", AMBIGUOUS))
     longest_s, num_steps = 0.0, 0
     while not {"compile", "follow"} <= answers.keys():
@@ -307,6 +309,51 @@ def test_a_hostile_schema_holds_up_nobody_else(base: Path) -> None:
     assert answers["compile"].error_type == answers["follow"].error_type == "InvalidRequest"
     finish(engine, answers)
     assert [len(answers[str(index)].tokens) for index in range(3)] == [400] * 3
+    assert_nothing_left(engine)
+
+
+def pile(engine: LLMEngine, count: int, salt: str) -> None:
+    """Ask for answers to distinct schemas, each of which takes long to be refused."""
+    for index in range(count):
+        schema = json.dumps({"title": f"{salt} {index}", "allOf": SLOW})
+        ask_salted(engine, f"{salt} {index}", salt, Constraint("json_schema", schema))
+
+
+def ask_salted(engine: LLMEngine, request_id: str, salt: str, constraint: Constraint) -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, constraint=constraint)
+    engine.add_request(GenerateRequest(request_id, PROMPTS[3], sampling, cache_salt=salt))
+
+
+def test_a_pile_of_slow_schemas_delays_nobody_elses_by_more_than_one(base: Path) -> None:
+    engine = make_engine(base, {}, slots=0)
+    engine.warm_up()
+    pile(engine, 6, "hostile")
+    ask_salted(engine, "other", "modest", Constraint("regex", "b"))
+    answers: Answers = {}
+    while "other" not in answers or answers["other"].reason is None:
+        step(engine, answers)
+    assert answers["other"].reason == "stop"
+    assert len(answers) <= 3, "FIFO would have had all six refused first"
+    # Even of its own it waits for none where the constraint is known.
+    ask_salted(engine, "known", "hostile", Constraint("regex", "b"))
+    while "known" not in answers or answers["known"].reason is None:
+        step(engine, answers)
+    assert len(answers) <= 5
+    for index in range(6):
+        engine.abort(f"hostile {index}")
+    assert_nothing_left(engine)
+
+
+def test_a_constraint_whose_turn_comes_too_late_is_refused_as_such(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_core.engine.compile_turns.LONGEST_QUEUE_S", 0.3)
+    engine = make_engine(base, {}, slots=0)
+    engine.warm_up()
+    pile(engine, 4, "hostile")
+    answers = finish(engine)
+    assert answers["hostile 0"].error_type == "InvalidRequest"
+    late = [answers[f"hostile {index}"] for index in (2, 3)]
+    assert {answer.error_type for answer in late} == {"EngineError"}
+    assert "send the request again" in str(late[0].error)
     assert_nothing_left(engine)
 
 

@@ -289,6 +289,22 @@ async def test_a_fault_in_a_step_is_told_with_its_reason(tiny_base: Path) -> Non
         await client.close()
 
 
+async def test_what_an_engine_has_lost_is_found_when_it_rests(tiny_base: Path) -> None:
+    client = EngineClient(engine_config(tiny_base), LORA, module="tests.engine.leaky_process")
+    await client.start(START_S)
+    try:
+        assert len(await tokens_of(client.submit(request("sound", 5)))) == 5
+        # Longer than it takes an engine to look.
+        await asyncio.sleep(1.5)
+        client.check_healthy()
+        assert len(await tokens_of(client.submit(request("leak", 5)))) == 5
+        await until(lambda: not is_running(client.pid), 10)
+        with pytest.raises(EngineDead, match=r"AssertionError: .* blocks do not partition"):
+            client.check_healthy()
+    finally:
+        await client.close()
+
+
 PARENT = """
 import asyncio, sys
 from deployments.engine_client import EngineClient

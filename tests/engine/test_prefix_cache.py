@@ -235,6 +235,18 @@ def test_an_adapter_that_was_unloaded_and_loaded_again_starts_anew(
     assert answer_alone(engine, "x", "p39") == (reference("a", "p39"), 0)
 
 
+def test_what_an_adapter_computed_before_it_is_reset_is_not_used_again(start: Start, reference: Reference) -> None:
+    """Its slot is under suspicion, and so is what came of it."""
+    engine = start()
+    for name in ("a", "b", None):
+        answer_alone(engine, name, "p39")
+    engine.reset_adapter("a", "no token for 60 s")
+    engine.check_invariants()
+    assert answer_alone(engine, "a", "p39") == (reference("a", "p39"), 0)
+    assert answer_alone(engine, "b", "p39") == (reference("b", "p39"), 32)
+    assert answer_alone(engine, None, "p39") == (reference(None, "p39"), 32)
+
+
 def test_an_adapter_that_lost_its_slot_keeps_what_it_computed(start: Start, reference: Reference) -> None:
     engine = start(slots=1)
     answer_alone(engine, "a", "p39")

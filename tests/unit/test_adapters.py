@@ -489,6 +489,53 @@ def test_a_read_that_takes_too_long_keeps_no_memory_and_nobody_waiting() -> None
     assert table.whereabouts.status("stuck").tier == "host"
 
 
+def test_a_read_that_takes_long_lets_others_by_and_is_waited_for_all_the_same() -> None:
+    table = Table(1, host_adapters=2)
+    stuck = [table.load(f"stuck {index}") for index in range(1 + READ_AHEAD)]
+    healthy = table.load("healthy")
+    for name in ("in memory", "in memory, too"):
+        table.load(name)
+    for ref in (*stuck, healthy):
+        table.acquire(ref.name)
+        assert table.prepare(ref).readiness is Readiness.READING
+    jobs = [table.reads.next(), table.reads.next()]
+    assert [job and job[0] for job in jobs] == stuck[:2]
+    assert table.reads.next() is None, "there is room for two"
+    for _ in range(2):
+        for ref in stuck[:2]:
+            table.reads.step_aside(ref)
+            assert table.prepare(ref).readiness is Readiness.READING
+    # The place on the way, and the room, are free.
+    assert table.prepare(healthy).is_new
+    third = table.reads.next()
+    assert third is not None
+    assert third[0] == stuck[2]
+    table.read(healthy)
+    assert table.start(healthy) is Readiness.READY
+    table.reads.end(stuck[0], "stuck 0")
+    assert table.start(stuck[0]) is Readiness.NO_SLOT
+    table.reads.fail(stuck[1], AdapterLost("gone after all"))
+    with pytest.raises(AdapterLost, match="gone after all"):
+        table.prepare(stuck[1])
+    assert table.prepare(stuck[1]).readiness is Readiness.READING
+    table.check()
+
+
+def test_a_read_that_fails_is_nobodys_loss_where_the_adapter_came_from_elsewhere() -> None:
+    table = Table(1, host_adapters=1)
+    stuck = table.load("stuck")
+    table.load("other")
+    table.acquire("stuck")
+    table.prepare(stuck)
+    assert table.reads.next() is not None
+    table.reads.step_aside(stuck)
+    table.refresh(stuck, record("stuck"), "stuck")
+    assert table.prepare(stuck, take_slot=False).readiness is Readiness.SLOT_AVAILABLE
+    table.reads.fail(stuck, AdapterLost("gone"))
+    table.check()
+    assert table.start(stuck) is Readiness.READY
+
+
 def test_a_pinned_adapter_whose_read_takes_too_long_is_tried_again_once_that_has_ended() -> None:
     table = Table(2, host_adapters=1)
     stuck = table.load("stuck")
@@ -634,6 +681,14 @@ class AdapterMachine(RuleBasedStateMachine):
             self.table.reads.fail(ref, AdapterLost("gone"))
         else:
             self.table.reads.end(ref, self.weights[ref])
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data())
+    def let_others_by_read(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(self.reading))
+        self.table.reads.step_aside(ref)
+        if ref in self.waiting and self.table.slot_of(ref) is None and self.table.tensors_of(ref) is None:
+            assert self.table.reads.is_under_way(ref)
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())

@@ -157,13 +157,18 @@ def request(num_tokens: int) -> Request:
     return Request(request_id="r", token_ids=list(range(num_tokens)), num_prompt_tokens=num_tokens, arrival=0)
 
 
+def compute(tables: BlockTables, request: Request, num_tokens: int) -> None:
+    tables.extend(request, num_tokens)
+    tables.settle(request, request.num_computed)
+
+
 def test_a_parked_request_keeps_its_blocks_until_another_needs_them() -> None:
     pool = BlockPool(4, 2)
     tables = BlockTables(pool, share=False)
     parked, other = request(4), request(4)
     for one in (parked, other):
         tables.start(one)
-        tables.advance(one, 4)
+        compute(tables, one, 4)
     tables.park(parked)
     kept = list(parked.block_table)
     parked.token_ids.append(9)
@@ -213,7 +218,7 @@ class TablesMachine(RuleBasedStateMachine):
         for place in range(request.num_computed, request.num_computed + count):
             cell = request.block_table[place // self.size], place % self.size
             self.content[cell] = request.adapter, tuple(request.token_ids[: place + 1])
-        self.tables.advance(request, count)
+        compute(self.tables, request, count)
         if not request.num_uncomputed:
             request.token_ids.append(place % 2)
             if not self.tables.grow(request):

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -53,6 +54,16 @@ SETTINGS = MemorySettings(
     max_num_loras=8, max_lora_rank=16, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
     kv_cache_tokens=None, gpu_memory_utilization=0.9, num_graphs=30,
 )  # fmt: skip
+
+
+def follow(settings: MemorySettings, remedy: str) -> MemorySettings:
+    """The settings after what a refusal says to do."""
+    found = re.fullmatch(r"(?:raise|lower|set) (\w+)(?: from [\d.]+)? to ([\d.]+)", remedy)
+    assert found is not None, remedy
+    name, value = found.groups()
+    number = float(value) if name == "gpu_memory_utilization" else int(value)
+    assert number != getattr(settings, name)
+    return replace(settings, **{name: number})  # type: ignore[arg-type]
 
 
 def part(plan: MemoryPlan, name: str) -> int:
@@ -121,18 +132,26 @@ def test_whatever_is_said_to_be_enough_is_enough(
     assert re.search(r"[\d.]+ [GM]iB are missing", said)
     _, is_some, remedies = said.partition("any one of these is enough: ")
     if not is_some:
-        assert "no single setting is enough" in said
+        together = re.search(r"no single setting is enough: lower (.*), all together, or use", said)
+        if together is None:
+            assert "no setting is enough" in said
+            least = replace(
+                settings, max_num_loras=min(1, loras), max_lora_rank=4, max_num_batched_tokens=64,
+                kv_cache_tokens=None if kv_cache_tokens is None else 1, max_model_len=1,
+            )  # fmt: skip
+            with pytest.raises(ConfigError):
+                plan_memory(sizes, least, device=device, free_bytes=free)
+            return
+        changed = settings
+        for lowered in together[1].split(", "):
+            changed = follow(changed, f"lower {lowered}")
+        plan_memory(sizes, changed, device=device, free_bytes=free)
         return
     for remedy in remedies.split("; or "):
         if "adapt_embeddings" in remedy:
             changed, tried = settings, replace(sizes, slot_rank=sizes.slot_rank - sizes.slot_rank_embeddings)
         else:
-            found = re.fullmatch(r"(?:raise|lower) (\w+)(?: from \d+)? to ([\d.]+)", remedy)
-            assert found is not None, remedy
-            name, value = found.groups()
-            number = float(value) if name == "gpu_memory_utilization" else int(value)
-            assert number != getattr(settings, name)
-            changed, tried = replace(settings, **{name: number}), sizes  # type: ignore[arg-type]
+            changed, tried = follow(settings, remedy), sizes
         plan_memory(tried, changed, device=device, free_bytes=free)
 
 
@@ -152,8 +171,16 @@ def test_a_refusal_has_the_parts_and_the_numbers() -> None:
 
 
 def test_a_model_that_is_too_large_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"no single setting is enough: .*quantised model.*tensor_parallel_size"):
+    with pytest.raises(ConfigError, match=r"no setting is enough .*quantised model.*tensor_parallel_size"):
         plan_memory(SIZES, SETTINGS, device="cuda:0", free_bytes=10 * GIB)
+
+
+def test_where_no_setting_is_enough_alone_all_are_told_together() -> None:
+    large = replace(SETTINGS, max_num_loras=64, max_lora_rank=64, max_model_len=65536)
+    with pytest.raises(ConfigError, match="no single setting is enough") as refused:
+        plan_memory(SIZES, large, device="cuda:0", free_bytes=21 * GIB)
+    lowered = "max_num_loras from 64 to 8, max_lora_rank from 64 to 8, max_model_len from 65536 to 8192"
+    assert f"lower {lowered}, max_num_batched_tokens from 512 to 64, all together" in str(refused.value)
 
 
 # Sizes
@@ -188,7 +215,7 @@ def test_slots_take_what_their_tensors_take(tiny_base: Path, tiny_adapters: dict
 def test_an_engine_that_does_not_fit_is_not_begun(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lora_core.engine.engine_plan.free_bytes", lambda device: 1 << 20)
     monkeypatch.setattr("lora_core.engine.runner.load_decoder", lambda *_, **__: pytest.fail("weights were loaded"))
-    with pytest.raises(ConfigError, match=r"of cpu and may take 1\.0 MiB .* lower kv_cache_tokens \(16384\)"):
+    with pytest.raises(ConfigError, match=r"of cpu and may take 1\.0 MiB .* kv_cache_tokens from 16384 to 512"):
         ModelRunner(EngineConfig(model=tiny_base, device="cpu", kv_cache_tokens=16384), LoRAConfig())
 
 
@@ -211,12 +238,57 @@ def test_the_kv_cache_has_a_size_where_nothing_is_set(tiny_base: Path) -> None:
     assert settings.kv_cache_tokens is None
 
 
-def test_memory_that_runs_out_all_the_same_is_a_fault_of_the_configuration() -> None:
+@pytest.mark.parametrize(
+    ("fault", "num_bytes"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB\nmore"), 2 * GIB),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), 20 << 20),
+        (torch.OutOfMemoryError("of other words"), 256 << 20),
+    ],
+)
+def test_memory_that_runs_out_all_the_same_says_what_to_set_to_how_much(fault: Exception, num_bytes: int) -> None:
     plan = plan_memory(SIZES, SETTINGS, device="cuda:0", free_bytes=80 * GIB)
     with pytest.raises(ConfigError, match="cuda:0 ran out of memory at start") as refused, memory_faults(plan):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-    assert "lower gpu_memory_utilization" in str(refused.value)
-    assert "KV cache" in str(refused.value)
+        raise fault
+    said, _, table = str(refused.value).partition("\n")
+    assert "KV cache" in table
+    _, _, enough = said.partition("any one of these is enough: ")
+    share, tokens = enough.split("; or ")
+    assert "gpu_memory_utilization from 0.9 to 0.8" in share
+    for remedy in (share, tokens.replace(f", of which there are {plan.kv_cache_tokens} now,", "")):
+        less = plan_memory(SIZES, follow(SETTINGS, remedy), device="cuda:0", free_bytes=80 * GIB)
+        assert less.reserved_bytes <= plan.usable_bytes - num_bytes
+
+
+def test_where_the_cache_cannot_do_without_memory_something_else_is_lowered_too() -> None:
+    plan = plan_memory(SIZES, SETTINGS, device="cuda:0", free_bytes=int(21.2 * GIB))
+    with pytest.raises(ConfigError, match="ran out of memory") as refused, memory_faults(plan):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+    _, _, enough = str(refused.value).partition("any one of these is enough: ")
+    (only,) = enough.partition("\n")[0].split("; or ")
+    share, other = only.split(" and ")
+    assert "gpu_memory_utilization" in share
+    assert "max_model_len" in other
+    less = plan_memory(SIZES, follow(follow(SETTINGS, share), other), device="cuda:0", free_bytes=plan.free_bytes)
+    assert less.reserved_bytes <= plan.usable_bytes - GIB
+
+
+def test_a_set_size_of_the_cache_is_lowered_where_memory_runs_out() -> None:
+    settings = replace(SETTINGS, kv_cache_tokens=100_000)
+    plan = plan_memory(SIZES, settings, device="cuda:0", free_bytes=80 * GIB)
+    with pytest.raises(ConfigError, match="lower kv_cache_tokens from 100000 to 83616") as refused, memory_faults(plan):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert "gpu_memory_utilization from" not in str(refused.value)
+
+
+def test_memory_that_a_cpu_lacks_is_told_as_such() -> None:
+    plan = plan_memory(SIZES, SETTINGS, device="cpu", free_bytes=80 * GIB)
+    with pytest.raises(ConfigError, match=r"at start .*you tried to allocate"), memory_faults(plan):
+        torch.empty(1 << 60)
+    with pytest.raises(ConfigError, match=r"at start .*Unable to allocate"), memory_faults(plan):
+        np.zeros(1 << 58)
+    with pytest.raises(RuntimeError, match=r"size mismatch|shapes cannot"), memory_faults(plan):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
 
 
 def test_free_memory_keeps_to_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,13 @@ def test_a_request_nobody_waits_for_is_judged_by_the_engine_alone() -> None:
     assert signs({}, work) == {"a": Sign(7.0, waits=True)}
 
 
+def test_one_that_waits_while_newer_ones_run_is_judged_as_one_that_waits() -> None:
+    work = {"a": AdapterWork(name="a", num_running=3, num_waiting=1, oldest_idle_s=11.0, oldest_waits=True)}
+    found = signs({"a": 11.0}, work)
+    assert found == {"a": Sign(11.0, waits=True)}
+    assert ProgressWatch(DEADLINES).judge(0, found).to_heal == ()
+
+
 def test_tokens_count_where_the_engines_word_is_old() -> None:
     work = {"a": AdapterWork(name="a", num_running=1, oldest_idle_s=12.0)}
     assert signs({"a": 0.25}, work) == {"a": Sign(0.25)}

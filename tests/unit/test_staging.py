@@ -585,6 +585,33 @@ def test_reads_that_block_for_ever_hold_up_others_for_a_bounded_time(
         manager.release(ref)
 
 
+def test_more_reads_that_block_than_are_staged_hold_up_others_for_seconds_though_they_are_waited_for(
+    folders: dict[str, Path], dead_mount: DeadMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_core.staging.PATIENCE_S", 0.1)
+    manager = small_manager(2 * num_bytes(folders["full"]), num_slots=1, read_timeout_s=1000)
+    refs = load(manager, dict.fromkeys("abcdef", folders["full"]), *"abcdef")
+    dead_mount.names = set("abcd")
+    for name in "abcd":
+        manager.load_adapter(f"fill-{name}={folders['full']}")
+    ready: set[str] = set()
+    started = time.monotonic()
+    while ready != {"e", "f"}:
+        assert time.monotonic() < started + 20, ready
+        manager.advance(None)
+        for ref in refs:
+            if ref.name not in ready and manager.prepare(ref) is Readiness.READY:
+                ready.add(ref.name)
+                manager.release(ref)
+        manager.wait(0.005)
+        manager.check()
+    dead_mount.mended.set()
+    for ref in refs[:4]:
+        come_to(manager, ref, Readiness.READY)
+        manager.release(ref)
+    manager.check()
+
+
 def test_an_adapter_whose_read_blocks_is_unloaded_and_loaded_again_at_once(
     folders: dict[str, Path], dead_mount: DeadMount
 ) -> None:

@@ -23,6 +23,7 @@ from lora_core.errors import (
     EngineDead,
     EngineError,
     EngineUnavailable,
+    LoRAFleetError,
     RateLimited,
     RequestTimeout,
 )
@@ -156,6 +157,39 @@ async def test_an_alias_that_stands_for_ones_own_adapter_is_not_named(connect: C
             assert ("globex" in answer.text) == is_told
             assert "'acme/a' was not unloaded" in answer.text
     assert "acme/a" in fleet.adapters
+
+
+async def test_what_ended_a_replica_is_not_told_and_what_ended_ones_own_answer_is(
+    connect: Connect, fleet: Fleet
+) -> None:
+    stalled = EngineDead("the replica is stalled: adapter 'globex/secret': its oldest request has made no progress")
+    not_finite = {
+        name: EngineError(f"LoRA adapter {name!r} gave logits that are not finite (NaN or infinity)")
+        for name in ("globex/secret", "acme/a")
+    }
+    for fault, name, is_told in (
+        (stalled, "acme/a", False),
+        (stalled, BASE, False),
+        (not_finite["globex/secret"], "canary", False),
+        (not_finite["acme/a"], "acme/a", True),
+        (not_finite["acme/a"], "acme/canary", True),
+    ):
+        for late in (False, True):
+            for stream in (False, True):
+                fleet.fault, fleet.late_fault = "" if late else copy_of(fault), copy_of(fault) if late else None
+                async with connect("acme") as client:
+                    refused = await client.post("/v1/completions", json=completion(name, stream=stream))
+                assert (str(fault) in refused.text) == is_told
+                assert ("could not answer this now" in refused.text) != is_told
+                assert "globex" not in refused.text
+    fleet.fault, fleet.late_fault = copy_of(stalled), None
+    async with connect("operator") as client:
+        assert str(stalled) in (await client.post("/v1/completions", json=completion("acme/a"))).text
+
+
+def copy_of(fault: LoRAFleetError) -> LoRAFleetError:
+    """A new one, as each request gets."""
+    return type(fault)(str(fault))
 
 
 async def test_when_to_come_back_is_told_and_not_what_for(connect: Connect, fleet: Fleet) -> None:

@@ -74,7 +74,7 @@ def test_the_oldest_request_is_looked_at_for_progress(clock: Clock) -> None:
     run(meter, clock, (first, 4), seconds=1.0)
     (work,) = meter.take().adapters
     assert (work.num_running, work.num_waiting) == (1, 1)
-    assert (work.oldest_age_s, work.oldest_idle_s) == (6.0, 0.0)
+    assert (work.oldest_age_s, work.oldest_idle_s, work.oldest_waits) == (6.0, 0.0, False)
     for _ in range(2):
         clock.now_s += 3.0
         (work,) = meter.take().adapters
@@ -82,6 +82,17 @@ def test_the_oldest_request_is_looked_at_for_progress(clock: Clock) -> None:
     meter.ended(first)
     (work,) = meter.take().adapters
     assert (work.oldest_age_s, work.oldest_idle_s) == (7.0, 7.0), "the second one never began"
+
+
+def test_an_old_request_that_waits_is_told_from_newer_ones_that_run(clock: Clock) -> None:
+    meter = WorkMeter(clock)
+    old, newer = request("old"), request("newer")
+    meter.came(old)
+    meter.came(newer)
+    run(meter, clock, (newer, 4), seconds=61.0)
+    (work,) = meter.take().adapters
+    assert (work.num_running, work.num_waiting, work.oldest_idle_s) == (1, 1, 61.0)
+    assert work.oldest_waits
 
 
 def test_a_request_is_worth_what_its_tokens_add_to_the_steps(clock: Clock) -> None:

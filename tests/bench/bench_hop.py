@@ -9,8 +9,9 @@ with Ray's default settings and its throughput-optimised ones. Prints one JSON l
     grouping       `ours` over `one_token`, per token: tokens sent together, as the product does, over each by itself
                    when it comes, with 16 streams of up to 200 tokens a second each.
 
-Rounds of the applications alternate, so that the machine's other work meets all; figures are means over rounds, with
-the half width of their 95 % interval (Student's t). Answers are checked in each call.
+What all of them take while idle is taken off. Rounds of the applications alternate, so that the machine's other work
+meets all; figures are means over rounds, with the half width of their 95 % interval (Student's t). Answers are checked in
+each call.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from deployments.local_cluster import ENVIRONMENT
 from tests.bench.hop_apps import KINDS, Hop, running
-from tests.bench.hop_load import Cost, Front
+from tests.bench.hop_load import Cost, Front, idle_rate
 from tests.bench.random_adapter import write_adapter
 from tests.bench.result import CheckFailed, report
 from tests.factories import tiny_llama
@@ -115,7 +116,8 @@ def _half_width(values: list[float]) -> float:
 
 def measure(hop: Hop, settings: str, rounds: int, num_calls: int, num_tokens: int) -> None:
     """All points with one of Ray's settings."""
-    fronts = {kind: Front(hop, kind) for kind in KINDS}
+    rate = idle_rate(hop)
+    fronts = {kind: Front(hop, kind, rate) for kind in KINDS}
     for name, (run, divisor) in measures(num_calls, num_tokens).items():
         results = Rounds(name, settings, divisor)
         # Connections, code paths and caches of the first calls are not what later ones cost.

@@ -22,7 +22,7 @@ class Cost(NamedTuple):
     """What a number of calls took."""
 
     cpu_s: float
-    """Of the proxy, the ingress, the replica and the router actor, and of the calling actor."""
+    """Of the proxy, the ingress, the replica and the router actor, and of the calling actor, over what they take idle."""
     median_s: float
     """From a call to the end of its answer."""
     num_chunks: int
@@ -46,8 +46,8 @@ def body(num_tokens: int, *, stream: bool) -> dict[str, Any]:
 class Front:
     """One way to an application: `ask` sends one call and reads its answer."""
 
-    def __init__(self, hop: Hop, name: str) -> None:
-        self._hop, self._name = hop, name
+    def __init__(self, hop: Hop, name: str, idle_rate: float) -> None:
+        self._hop, self._name, self._idle_rate = hop, name, idle_rate
 
     def over_http(self, num_calls: int, concurrency: int, num_tokens: int, *, stream: bool) -> Cost:
         """Calls of one client on so many connections."""
@@ -70,9 +70,10 @@ class Front:
         )
 
     def _measured(self, run: Callable[[], list[Ends]]) -> Cost:
-        before = cpu_s(self._hop)
+        before, began_s = cpu_s(self._hop), time.perf_counter()
         ends = run()
-        spent_s = sum(seconds - before.get(pid, 0.0) for pid, seconds in cpu_s(self._hop).items())
+        idle_s = self._idle_rate * (time.perf_counter() - began_s)
+        spent_s = _spent_s(self._hop, before) - idle_s
         seconds = sorted(end.seconds for end in ends)
         return Cost(spent_s, seconds[len(seconds) // 2], sum(end.num_chunks for end in ends))
 
@@ -139,8 +140,19 @@ def _check(tokens: list[int], num_tokens: int) -> None:
     require(tokens == [TOKEN_ID] * num_tokens, f"expected {num_tokens} tokens, found {tokens}")
 
 
+def idle_rate(hop: Hop, seconds: float = 5.0) -> float:
+    """Processor seconds a second that Ray's workers take while nobody calls: heartbeats, reports, metrics."""
+    before, began_s = cpu_s(hop), time.perf_counter()
+    time.sleep(seconds)
+    return _spent_s(hop, before) / (time.perf_counter() - began_s)
+
+
+def _spent_s(hop: Hop, before: dict[int, float]) -> float:
+    return sum(seconds - before.get(pid, 0.0) for pid, seconds in cpu_s(hop).items())
+
+
 def cpu_s(hop: Hop) -> dict[int, float]:
-    """Processor seconds so far of Ray's workers that calls pass through, by process: idle ones add next to nothing."""
+    """Processor seconds so far of Ray's workers that calls pass through, by process."""
     found = {}
     for process in psutil.Process(hop.cluster.pid).children(recursive=True):
         # One that ends in the meantime has no part in this.

@@ -10,8 +10,8 @@ with Ray's default settings and its throughput-optimised ones. Prints one JSON l
                    when it comes, with 16 streams of up to 200 tokens a second each.
 
 What all of them take while idle is taken off. Rounds of the applications alternate, so that the machine's other work
-meets all; figures are means over rounds, with the half width of their 95 % interval (Student's t). Answers are checked in
-each call.
+meets all; figures are means over rounds, with the half width of their 95 % interval (Student's t). Answers are
+checked in each call.
 """
 
 import argparse

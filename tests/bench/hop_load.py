@@ -22,7 +22,7 @@ class Cost(NamedTuple):
     """What a number of calls took."""
 
     cpu_s: float
-    """Of the proxy, the ingress, the replica and the router actor, and of the calling actor, over what they take idle."""
+    """Of the proxy, ingress, replica, router actor and calling actor, over what they take while idle."""
     median_s: float
     """From a call to the end of its answer."""
     num_chunks: int

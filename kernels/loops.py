@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_SHORT_ROWS = 224
 """Most rows of a loop of short groups, and of one: the temporaries of even the widest layer stay below 16 MB."""
@@ -13,8 +13,7 @@ MIN_LONG_ROWS = 5
 """Fewer rows are always short: what they take is mostly reading the weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """From how many rows on torch multiplies a layer's group faster than a kernel that reads B as it is stored.
 
     Measured with 8 groups a step on cores with AVX512-BF16 (`tests/bench/bench_kernels_cpu.py`). A group of fp32 costs
@@ -22,7 +21,7 @@ class Cut:
     beside what each row adds; in the kernel a row adds 25 ps more for each output column and rank, and 100 for its sum.
 
     Attributes:
-        is_bf16: Data type of the activations and weights; fp16 is multiplied as fp32.
+        is_bf16: Whether torch multiplies the layer in bf16; what it has to widen first costs it at least as in fp32.
         out: Output columns of the layer.
         projections: How many share them.
     """

@@ -39,7 +39,7 @@ def sgmv_cpu(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Ro
         slices: Output widths of the S projections; they add up to OUT.
     """
     slices = tuple(slices)
-    for loop in routing.loops(Cut(x.dtype == torch.bfloat16, y.shape[1], len(slices))):
+    for loop in routing.loops(layer_cut(x.dtype, slices)):
         rows, target = _rows(x, loop), _rows(y, loop)
         if not loop.is_short or (rows.dtype not in DTYPES and target.numel() > MAX_TEMPORARY):
             _add_long_loop(rows, a_stack, b_stack, target, loop, slices)
@@ -61,7 +61,7 @@ def sgmv_embed_cpu(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, rou
         y: `[T, OUT]`, bf16, fp16 or fp32, updated in place with one rounding.
         routing: The step's routing on the CPU.
     """
-    for loop in routing.loops(Cut(y.dtype == torch.bfloat16, y.shape[1], 1)):
+    for loop in routing.loops(layer_cut(y.dtype, (y.shape[1],))):
         rows, target = _rows(ids, loop), _rows(y, loop)
         if loop.is_short and y.dtype in DTYPES and _is_native(b_stack):
             low = torch.empty(rows.shape[0], a_stack.shape[2])
@@ -71,6 +71,11 @@ def sgmv_embed_cpu(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, rou
             continue
         for segment, some_ids, some_rows in _segments(loop, rows, target):
             _embed_segment(some_ids, a_stack, b_stack, some_rows, segment)
+
+
+def layer_cut(dtype: torch.dtype, slices: Sequence[int]) -> Cut:
+    """How a step's groups are cut in a layer: activations of a data type, projections of these widths."""
+    return Cut(dtype == torch.bfloat16 and _has_fast_bf16(), sum(slices), len(slices))
 
 
 def _is_native(b_stack: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import Routing, sgmv
-from kernels.loops import Cut
+from kernels.sgmv_cpu import layer_cut
 from tests.bench.lora_weights import Site, Weights
 
 
@@ -55,7 +55,7 @@ class Ours:
             self._shape, self._checked = shape, set()
         self._routing = replace(step.routing)
         for site in self._weights.sites:
-            self._routing.loops(Cut(step.dtype == torch.bfloat16, sum(site.slices), len(site.slices)))
+            self._routing.loops(layer_cut(step.dtype, site.slices))
 
     def add(self, x: Tensor, y: Tensor, layer: int, site: int) -> None:
         """One call; its arguments are checked at the first of its shape, as a LoRA layer has it."""

@@ -27,3 +27,8 @@ class RecordedMetric:
     def _key(self, tags: Mapping[str, str]) -> tuple[str, ...]:
         assert tags.keys() == self.tag_keys, "Ray refuses it"
         return tuple(tags[key] for key in sorted(tags))
+
+
+def shown(name: str) -> Shown:
+    """What a metric that was recorded shows now."""
+    return RecordedMetric.by_name[name].shown

@@ -5,22 +5,13 @@ from typing import get_args
 
 import pytest
 
-from deployments import kept_gauge
 from deployments.kept_counter import KeptCounter
 from deployments.queue_metrics import QueueMetrics, Reason
 from deployments.replica_metrics import LOADED_FROM, ReplicaMetrics
 from lora_core.workload import CacheCounts, SlotCounts, Workload
-from tests.unit.recorded_metrics import RecordedMetric, Shown
+from tests.unit.recorded_metrics import shown
 
-
-@pytest.fixture(autouse=True)
-def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordedMetric, "by_name", {})
-    monkeypatch.setattr(kept_gauge, "Gauge", RecordedMetric)
-
-
-def shown(name: str) -> Shown:
-    return RecordedMetric.by_name[name].shown
+pytestmark = pytest.mark.usefixtures("recorded_metrics")
 
 
 def test_a_counter_without_labels_begins_at_0_by_itself() -> None:

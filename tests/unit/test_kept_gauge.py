@@ -5,9 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from deployments import kept_gauge
 from deployments.kept_gauge import KEPT_EVERY_S, GaugeKeeper, KeptGauge
-from tests.unit.recorded_metrics import RecordedMetric, Shown
+from tests.unit.recorded_metrics import RecordedMetric, shown
 
 
 class Clock:
@@ -17,14 +16,7 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture(autouse=True)
-def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordedMetric, "by_name", {})
-    monkeypatch.setattr(kept_gauge, "Gauge", RecordedMetric)
-
-
-def shown(name: str) -> Shown:
-    return RecordedMetric.by_name[name].shown
+pytestmark = pytest.mark.usefixtures("recorded_metrics")
 
 
 def test_what_was_not_set_lately_is_set_again_as_it_was() -> None:

@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from deployments import kept_gauge
 from deployments.counted_histogram import CountedHistogram
 from deployments.generation import GenerateChunk
 from deployments.request_metrics import RequestMetrics
 from deployments.show_timer import SHOWN_EVERY_S, ShowTimer
 from lora_core.messages import FinishReason
-from tests.unit.recorded_metrics import RecordedMetric, Shown
+from tests.unit.recorded_metrics import Shown, shown
 
 
 class Clock:
@@ -25,14 +24,7 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(autouse=True)
-def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordedMetric, "by_name", {})
-    monkeypatch.setattr(kept_gauge, "Gauge", RecordedMetric)
-
-
-def shown(name: str) -> Shown:
-    return RecordedMetric.by_name[name].shown
+pytestmark = pytest.mark.usefixtures("recorded_metrics")
 
 
 def counted(name: str) -> Shown:

@@ -101,6 +101,8 @@ class Link:
         self, replica_id: str, holding: Mapping[str, int] | None = None, pinned: Collection[str] = ()
     ) -> Registration:
         found: Registration = await self._world.over(lambda: self._router.register(replica_id, holding, pinned))
+        # What another router told is no answer to a call of this one, whose epochs may be the same numbers.
+        self._last = []
         return found
 
     async def wait_changes(self, replica_id: str, since_epoch: int, timeout_s: float) -> list[Change]:

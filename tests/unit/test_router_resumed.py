@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments import router as router_module
+from deployments.router import AdapterRouter
 from lora_core.types import LoRAStatus
 from tests.unit.router_fleet import Replica, make_router, refuse_all
 
@@ -16,8 +16,11 @@ LEASE_S = 3.0
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(router_module, "actor_name", lambda: "the router")
-    monkeypatch.setattr(router_module, "session_name", lambda: "a session")
+    # Not the module's: Serve pickles that by value, and once a test of this process has deployed a fleet, the class has
+    # the functions of a copy.
+    names = AdapterRouter.__init__.__globals__
+    monkeypatch.setitem(names, "actor_name", lambda: "the router")
+    monkeypatch.setitem(names, "session_name", lambda: "a session")
     return {"journal": str(tmp_path / "journal.sqlite"), "lease_s": LEASE_S, "num_slots": 4}
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cluster.copy_index import NOWHERE, CopyIndex
 from cluster.fleet import ReplicaState
-from cluster.placement import NOTHING, PlacementSettings, ReplicaView, Terms, cap_on, terms
+from cluster.placement import NOTHING, PlacementSettings, ReplicaView, Terms, cap_on, crowding, terms
 from cluster.progress import BASE
 from cluster.rendezvous import replica_hashes, weights
 
@@ -56,6 +56,7 @@ class Board:
         self._states: dict[str, ReplicaState] = {}
         self._hints: dict[str, frozenset[str]] = {}
         self._counts: dict[str, int] = {}
+        self._busy: dict[str, int] = {}
         self._capacities: dict[str, int] = {}
         self._arrange()
 
@@ -67,6 +68,7 @@ class Board:
         self._states = {name: state for name, state in self._states.items() if name in capacities}
         self._hints = {name: hints for name, hints in self._hints.items() if name in capacities}
         self._counts = {name: count for name, count in self._counts.items() if name in capacities}
+        self._busy = {name: count for name, count in self._busy.items() if name in capacities}
         self._arrange()
 
     def set_in_flight(self, replica_id: str, num_in_flight: int) -> None:
@@ -94,6 +96,13 @@ class Board:
             self._hints[replica_id] = adapters
             self._enter_loading(index)
             self._weigh_evictions([index])
+
+    def set_busy(self, replica_id: str, num_busy: int) -> None:
+        """Adapters on a replica whose slots no other can have now, as far as is known."""
+        index = self._index.get(replica_id)
+        if index is not None and self._busy.get(replica_id, 0) != num_busy:
+            self._busy[replica_id] = num_busy
+            self._count_crowd(index)
 
     def set_copies(self, copies: Mapping[str, tuple[str, ...]]) -> None:
         """Replicas that the plan grants adapters, where they are not the first in rendezvous order alone. Kept."""
@@ -144,6 +153,10 @@ class Board:
         # From what matters least to what matters most: each sort leaves what it finds equal as it was.
         order = self._hash_order(adapter or "")
         order = order[self._costs(adapter, mib, prefix_ms)[order].argsort(kind="stable")]
+        if adapter is not None and self._any_crowded:
+            crowded = self._crowding.copy()
+            crowded[list(self._holders(adapter))] = 0
+            order = order[crowded[order].argsort(kind="stable")]
         groups = self._groups(adapter)[order]
         by_group = groups.argsort(kind="stable")[:limit]
         ids, open_ids, full_ids = self.replica_ids, [], []
@@ -159,7 +172,7 @@ class Board:
         state = self._states.get(replica_id, _UNKNOWN)
         return replica_view(
             replica_id, state, self.num_in_flight(replica_id), self._capacities[replica_id],
-            self._hints.get(replica_id, frozenset()),
+            self._hints.get(replica_id, frozenset()), self._busy.get(replica_id, 0),
         )  # fmt: skip
 
     def terms(self, adapter: str | None, replica_id: str, *, mib: float = 0.0) -> Terms:
@@ -309,6 +322,7 @@ class Board:
         self._most_orders = min(_ORDERS_KEPT, _ORDER_BYTES_KEPT // (self._index_type.itemsize * max(1, num)))
         self._loads: dict[float, tuple[Floats, Floats]] = {}
         self._residents, self._loading = CopyIndex(num), CopyIndex(num)
+        self._crowding, self._any_crowded = np.zeros(num, dtype=np.int64), False
         self._stray_ms = self.settings.ms("stray")
         self._total = 0
         counts, self._counts = self._counts, {}
@@ -329,9 +343,17 @@ class Board:
             self._choosy.add(index)
         else:
             self._choosy.discard(index)
+        self._count_crowd(index)
         touched = self._residents.set(index, state.resident)
         self._enter_loading(index)
         self._weigh_evictions({index, *touched})
+
+    def _count_crowd(self, index: int) -> None:
+        if "busy" not in self.settings.without:
+            replica_id = self.replica_ids[index]
+            num_slots = self._states.get(replica_id, _UNKNOWN).num_slots
+            self._crowding[index] = crowding(num_slots, self._busy.get(replica_id, 0))
+            self._any_crowded = bool(self._crowding.any())
 
     def _enter_loading(self, index: int) -> None:
         replica_id = self.replica_ids[index]
@@ -355,7 +377,12 @@ class Board:
 
 
 def replica_view(
-    replica_id: str, state: ReplicaState, num_in_flight: int, capacity: int, hints: AbstractSet[str] = frozenset()
+    replica_id: str,
+    state: ReplicaState,
+    num_in_flight: int,
+    capacity: int,
+    hints: AbstractSet[str] = frozenset(),
+    num_busy: int = 0,
 ) -> ReplicaView:
     """What `rank` needs of a replica, from what the fleet's table says and what this handle knows."""
     return ReplicaView(
@@ -368,6 +395,7 @@ def replica_view(
         loading=(state.loading | hints) - state.resident,
         num_slots=state.num_slots,
         num_slots_used=state.num_slots_used,
+        num_busy=num_busy,
         is_stalled=state.is_stalled,
         service_ms=state.service_ms,
         load_ms_per_mib=state.load_ms_per_mib,

@@ -24,6 +24,7 @@ __all__ = [
     "ReplicaView",
     "Terms",
     "cap_on",
+    "crowding",
     "hash_order",
     "load_cap",
     "rank",
@@ -31,7 +32,7 @@ __all__ = [
     "weight",
 ]
 
-TERMS = ("wait", "load", "ahead", "evict", "last_copy", "prefix", "stray", "cap")
+TERMS = ("wait", "load", "ahead", "evict", "last_copy", "prefix", "stray", "busy", "cap")
 """What `PlacementSettings.without` can switch off."""
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -98,6 +99,8 @@ class ReplicaView:
     num_slots: int = 0
     """0: not known."""
     num_slots_used: int = 0
+    num_busy: int = 0
+    """Adapters whose requests it has, or that are pinned: no other adapter can have their slots now."""
     is_stalled: bool = False
     """No request there makes progress."""
     service_ms: float | None = None
@@ -108,6 +111,12 @@ class ReplicaView:
     def cannot_serve(self, adapter: str | None) -> bool:
         """Whether a request for it has no hope there."""
         return self.is_stalled or (BASE if adapter is None else adapter) in self.refused
+
+    def crowding(self, adapter: str | None) -> int:
+        """`crowding`, as this adapter finds it: 0 where it has a slot, or is on its way into one."""
+        if adapter is None or adapter in self.resident or adapter in self.loading:
+            return 0
+        return crowding(self.num_slots, self.num_busy)
 
 
 class Terms(NamedTuple):
@@ -142,9 +151,11 @@ def rank(
 ) -> list[str]:
     """Order all replicas for a request, best first.
 
-    Replicas that cannot serve the adapter come last, full ones before them, then those above the load cap. Where a
-    replica holds the adapter the score decides; otherwise its part without the wait, whatever the load, so that one
-    adapter's requests meet on one replica. What is left equal follows `weight`. Base requests go by load alone.
+    Replicas that cannot serve the adapter come last, full ones before them, then those above the load cap, then those
+    with no slot to give it: it would wait there until all requests of another adapter have ended, as a rule for longer
+    than a load takes. Where a replica holds the adapter the score decides; otherwise its part without the wait,
+    whatever the load, so that one adapter's requests meet on one replica. What is left equal follows `weight`. Base
+    requests go by load alone.
 
     Args:
         adapter: Its name; None is the base model.
@@ -173,13 +184,22 @@ def rank(
         )  # fmt: skip
     somewhere = adapter is None or any(score.holds for score in scores.values())
 
-    def key(view: ReplicaView) -> tuple[bool, bool, bool, float, int, str]:
+    def key(view: ReplicaView) -> tuple[bool, bool, bool, int, float, int, str]:
         cost = scores[view.replica_id].cost(somewhere)
         full, above = view.in_flight >= view.capacity, view.in_flight >= cap
-        hopeless = view.cannot_serve(adapter)
-        return hopeless, full, above, cost, -weight(adapter or "", view.replica_id), view.replica_id
+        hopeless, crowded = view.cannot_serve(adapter), 0 if "busy" in settings.without else view.crowding(adapter)
+        return hopeless, full, above, crowded, cost, -weight(adapter or "", view.replica_id), view.replica_id
 
     return [view.replica_id for view in sorted(replicas, key=key)]
+
+
+def crowding(num_slots: int, num_busy: int) -> int:
+    """0 where a replica has a slot for one more adapter, or the number of its slots is not known; otherwise 1, and 1
+    more for each half of its slots that adapters wait for.
+
+    No finer: where all replicas are crowded, handles that have not heard of one another should still agree on one.
+    """
+    return 1 + 2 * (num_busy - num_slots) // num_slots if 0 < num_slots <= num_busy else 0
 
 
 def load_cap(replicas: Sequence[ReplicaView], settings: PlacementSettings) -> float:

@@ -1,5 +1,6 @@
 """`SimulatedHandle`: what a process that sends requests knows, and when it comes to know it."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from cluster.board import Board
@@ -19,6 +20,8 @@ class SimulatedHandle:
         self.board = Board(settings)
         self._reads_slots = reads_slots
         self._hints: dict[str, dict[str, float]] = {}
+        self._claims: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._num_busy_others: Counter[str] = Counter()
 
     def set_replicas(self, replica_ids: Iterable[str]) -> None:
         """The replicas Serve says there are."""
@@ -27,18 +30,30 @@ class SimulatedHandle:
     def sent(self, replica_id: str, adapter: str, num_in_flight: int, now: float) -> None:
         """A replica accepted a request, and said how many it has."""
         self.board.set_in_flight(replica_id, num_in_flight)
+        self._claims[replica_id][adapter] += 1
+        self._show_busy(replica_id)
         if self._reads_slots and not self.board.holds(adapter, replica_id):
             self._hints.setdefault(replica_id, {})[adapter] = now + HINT_MS
             self.board.set_hints(replica_id, frozenset(self._hints[replica_id]))
 
-    def replied(self, replica_id: str) -> None:
+    def replied(self, replica_id: str, adapter: str) -> None:
         """A reply of this handle's has ended."""
+        self._claims[replica_id] -= Counter([adapter])
+        self._show_busy(replica_id)
         self.board.set_in_flight(replica_id, max(0, self.board.num_in_flight(replica_id) - 1))
 
-    def hear(self, replica_id: str, state: ReplicaState) -> None:
-        """News of a replica's slots."""
+    def hear(self, replica_id: str, state: ReplicaState, num_busy: int | None = None) -> None:
+        """News of a replica's slots; from a reply, also how many adapters it is busy with."""
+        if not self._reads_slots:
+            return
+        self.board.set_state(replica_id, state)
+        if num_busy is not None:
+            self._num_busy_others[replica_id] = max(0, num_busy - len(self._claims[replica_id]))
+            self._show_busy(replica_id)
+
+    def _show_busy(self, replica_id: str) -> None:
         if self._reads_slots:
-            self.board.set_state(replica_id, state)
+            self.board.set_busy(replica_id, len(self._claims[replica_id]) + self._num_busy_others[replica_id])
 
     def take(self, states: Mapping[str, ReplicaState], routes: Mapping[str, tuple[str, ...]], now: float) -> None:
         """The router actor's table; loads that it shows done, or that are overdue, are hinted at no longer."""

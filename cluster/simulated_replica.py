@@ -194,6 +194,11 @@ class SimulatedReplica:
         return self._state
 
     @property
+    def num_busy(self) -> int:
+        """Adapters that it has requests for."""
+        return len({name for name, num_users in self._slots.items() if num_users} | self._waiting.keys())
+
+    @property
     def num_wished(self) -> int:
         """Wished adapters that are in no slot yet."""
         return sum(name not in self._slots for name in self._wished)

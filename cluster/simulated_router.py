@@ -1,16 +1,22 @@
 """`SimulatedRouter`: the router actor's part in placement, period by period."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
 
 from cluster.copies import CopySettings, Host, Plan, plan
+from cluster.fleet import ReplicaState
 from cluster.popularity import Popularity
 from cluster.simulated_replica import SimulatedReplica
 from cluster.workloads import MEAN_TOKENS
 
+HINT_MS = 2000.0
+"""A load that a handle has told of is shown for this long, unless the replica's slots show it done."""
+
 
 class SimulatedRouter:
-    """Adds up what replicas report, and plans copies from it."""
+    """Adds up what replicas report, plans copies from it, and shows all handles the loads that one has told of."""
 
     def __init__(self, settings: CopySettings) -> None:
         self.plan = Plan()
@@ -20,6 +26,21 @@ class SimulatedRouter:
         self._popularity = Popularity()
         self._work: defaultdict[str, float] = defaultdict(float)
         self._is_first = True
+        self._loads: defaultdict[str, dict[str, float]] = defaultdict(dict)
+
+    def note_load(self, replica_id: str, adapter: str, now_ms: float) -> None:
+        """A handle's request brings this adapter into a slot of this replica."""
+        self._loads[replica_id][adapter] = now_ms + HINT_MS
+
+    def rows(self, states: Mapping[str, ReplicaState], now_ms: float) -> dict[str, ReplicaState]:
+        """What the table says of each replica."""
+        return {replica_id: self._row(replica_id, state, now_ms) for replica_id, state in states.items()}
+
+    def _row(self, replica_id: str, state: ReplicaState, now_ms: float) -> ReplicaState:
+        loads = self._loads[replica_id]
+        for name in [name for name, until in loads.items() if until <= now_ms or name in state.resident]:
+            del loads[name]
+        return msgspec.structs.replace(state, loading=state.loading | loads.keys()) if loads else state
 
     def note(self, work: Iterable[tuple[str, float]]) -> None:
         """Tokens that adapters have come to."""

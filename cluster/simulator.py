@@ -163,7 +163,7 @@ class Simulator:
             elif event.version == life.version:
                 request = life.replica.finish(now)
                 self._num_answered += 1
-                self._handles[request.handle].replied(life.replica.replica_id)
+                self._handles[request.handle].replied(life.replica.replica_id, request.adapter)
                 self._after(event.replica, now)
         return now
 
@@ -175,6 +175,8 @@ class Simulator:
         handle = self._handles[request.handle]
         replica_id = self._policy.choose(handle.board, request.adapter, request.mib, self._random)
         life = self._by_id[replica_id]
+        if self._policy.reads_slots and not handle.board.holds(request.adapter, replica_id):
+            self._router.note_load(replica_id, request.adapter, now)
         life.replica.accept(request, now)
         handle.sent(replica_id, request.adapter, life.replica.num_in_flight, now)
         self._after(self._position(life), now)
@@ -190,7 +192,7 @@ class Simulator:
         if load_ms is not None:
             self._push(load_ms, "load", index)
         for request in replica.started if self._policy.reads_slots else ():
-            self._handles[request.handle].hear(replica.replica_id, replica.state())
+            self._handles[request.handle].hear(replica.replica_id, replica.state(), replica.num_busy)
         if self._policy.has_plan:
             self._router.note((request.adapter, request.tokens) for request in replica.started)
         replica.started.clear()
@@ -202,7 +204,7 @@ class Simulator:
     # The router actor
 
     def _publish(self, now: float) -> None:
-        states = {life.replica.replica_id: life.replica.state() for life in self._by_id.values()}
+        states = self._router.rows({name: life.replica.state() for name, life in self._by_id.items()}, now)
         routes = self._router.plan.routes() if self._policy.has_plan else {}
         for handle in self._handles:
             handle.take(states, routes, now)

@@ -152,6 +152,11 @@ class AdapterFollower:
         """Have the engine bring an adapter into a slot, if one is to spare, before a request comes for it."""
         return await self._held.warm(name)
 
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Names of the adapters that are pinned here."""
+        return self._held.pinned
+
     def refusal(self, name: str) -> str | None:
         """Why an adapter that the fleet serves is not served by this replica; None where it is, or there is none."""
         return self._held.refusal(name)

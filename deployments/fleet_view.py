@@ -120,21 +120,36 @@ class FleetView:
     def take_snapshot(self, snapshot: SlotSnapshot) -> None:
         """Take what a replica's reply says of its slots."""
         key = self._keys.get(snapshot.replica_id)
-        if key is not None and self._replicas[key].take_snapshot(snapshot):
+        if key is None:
+            return
+        if self._replicas[key].take_busy(snapshot.num_busy):
+            self._show_busy(key)
+        if self._replicas[key].take_snapshot(snapshot):
             self._show(key)
+
+    def doubt_busy(self) -> None:
+        """Forget what replicas have said of other handles' requests, where they have not said it lately: since the last
+        call."""
+        for key, replica in self._replicas.items():
+            if replica.doubt_busy():
+                self._show_busy(key)
 
     def claim(self, key: ReplicaKey, adapter: str) -> None:
         """Note that a request for this adapter goes to this replica, which loads it if it has not."""
         replica = self._replicas.get(key)
-        if replica is not None and replica.claim(adapter):
+        if replica is None:
+            return
+        if replica.claim(adapter):
             self._board.set_hints(key.replica_id, replica.hints)
             self._notes.add(key, adapter)
+        self._show_busy(key)
 
     def release(self, key: ReplicaKey, adapter: str) -> None:
         """Note that a request that was claimed for has ended."""
         replica = self._replicas.get(key)
         if replica is not None and replica.release(adapter):
             self._board.set_hints(key.replica_id, replica.hints)
+            self._show_busy(key)
 
     def wait_for_load(self, key: ReplicaKey, adapter: str) -> None:
         """Note that a request for this adapter waits in front of this replica: it can be loaded in the meantime."""
@@ -192,6 +207,10 @@ class FleetView:
         replica = self._replicas[key]
         self._board.set_state(key.replica_id, replica.state)
         self._board.set_hints(key.replica_id, replica.hints)
+        self._show_busy(key)
+
+    def _show_busy(self, key: ReplicaKey) -> None:
+        self._board.set_busy(key.replica_id, self._replicas[key].num_busy)
 
     def _compare_tables(self) -> None:
         self._behind = behind(self._tables)

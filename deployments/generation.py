@@ -105,6 +105,8 @@ class SlotSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Names on their way into one."""
     num_slots_used: int = 0
     """Slots taken by any generation."""
+    num_busy: int = 0
+    """Adapters that the replica has requests for, or that are pinned, wherever they are: as of this reply."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):

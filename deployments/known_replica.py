@@ -23,6 +23,8 @@ class KnownReplica:
         self._behind: frozenset[str] = frozenset()
         self._told: SlotSnapshot | None = None
         self._claims: Counter[str] = Counter()
+        self._num_busy_others = 0
+        self._is_told_of_others = False
         self.state = UNKNOWN
         """What the replica says of itself, claims left aside; the same object until that changes. It is made there, as
         other threads read it."""
@@ -32,6 +34,12 @@ class KnownReplica:
         """Adapters that this handle's requests have the replica load, of which it has not told yet."""
         state = self.state
         return frozenset(self._claims.keys() - state.resident - state.loading)
+
+    @property
+    def num_busy(self) -> int:
+        """Adapters whose slots no other can have now: those of this handle's requests, and as many more as the replica
+        last said that it had."""
+        return len(self._claims) + self._num_busy_others
 
     def take_row(self, row: ReplicaState) -> bool:
         """Take the replica's row of a newer table; whether it is another one."""
@@ -50,6 +58,21 @@ class KnownReplica:
         self._behind = adapters
         self.state = self._merged()
         return True
+
+    def take_busy(self, num_busy: int) -> bool:
+        """Take how many adapters a reply says are busy; whether that changes `num_busy`."""
+        self._is_told_of_others = True
+        return self._set_others(num_busy - len(self._claims))
+
+    def doubt_busy(self) -> bool:
+        """Forget what others had the replica do, if no reply has told of it since this was last asked; whether that
+        changes `num_busy`."""
+        was_told, self._is_told_of_others = self._is_told_of_others, False
+        return not was_told and self._set_others(0)
+
+    def _set_others(self, num_busy: int) -> bool:
+        before, self._num_busy_others = self._num_busy_others, max(0, num_busy)
+        return self._num_busy_others != before
 
     def take_snapshot(self, snapshot: SlotSnapshot) -> bool:
         """Take what a reply says of the slots; whether it is news: an older word than the last one is not."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class EngineReplica:
         self._client: EngineClient | None = None
         self._follower: AdapterFollower | None = None
         self._snapshot: SlotSnapshot | None = None
+        self._calls: Counter[str] = Counter()
         self._metrics = ReplicaMetrics()
         app = parse_settings(settings)
         self._tracer = tracer_of(app.tracing, _replica_id())
@@ -107,11 +109,12 @@ class EngineReplica:
                 return
         try:
             answer = traced_answer(self._tracer, call, _replica_id(), self._generator.generate(call))
-            async with aclosing(answer) as chunks:
-                is_first = True
-                async for chunk in chunks:
-                    yield msgspec.structs.replace(chunk, snapshot=self._snapshot) if is_first else chunk
-                    is_first = False
+            with counted(self._calls, call.lora_name):
+                async with aclosing(answer) as chunks:
+                    is_first = True
+                    async for chunk in chunks:
+                        yield msgspec.structs.replace(chunk, snapshot=self._slots()) if is_first else chunk
+                        is_first = False
         except (InvalidRequest, AdapterError) as error:
             yield Refusal(kind=type(error).__name__, message=str(error))
 
@@ -197,6 +200,11 @@ class EngineReplica:
             raise
         return follower
 
+    def _slots(self) -> SlotSnapshot | None:
+        if self._snapshot is None:
+            return None
+        return msgspec.structs.replace(self._snapshot, num_busy=len(self._calls.keys() | self._joined.pinned))
+
     def _on_residency(self, residency: Residency) -> None:
         self._metrics.take_residency(residency)
         self._snapshot = SlotSnapshot(
@@ -213,6 +221,21 @@ class EngineReplica:
         self._metrics.take_work(workload)
         if self._follower is not None:
             self._follower.report_work(workload)
+
+
+@contextmanager
+def counted(counts: Counter[str], name: str | None) -> Iterator[None]:
+    """Count a name for as long as this lasts; names that are not counted any more are no keys."""
+    if name is None:
+        yield
+        return
+    counts[name] += 1
+    try:
+        yield
+    finally:
+        counts[name] -= 1
+        if not counts[name]:
+            del counts[name]
 
 
 def _replica_id() -> str:

@@ -31,7 +31,8 @@ SHOWN_ID = 64
 """Characters of an unknown replica's id that an answer repeats."""
 
 RECOUNT_S = 1.0
-"""Requests in flight are counted anew on every replica this often: what a replica once said of itself grows old."""
+"""Requests in flight are counted anew on every replica this often: what a replica once said of itself grows old. So
+does what it said of other handles' requests."""
 
 
 class AffinityRequestRouter(ExactRequestRouter):
@@ -158,6 +159,7 @@ class AffinityRequestRouter(ExactRequestRouter):
         self._recounted_at = time.monotonic()
         for replica_id in self._keys:
             self.on_load(replica_id)
+        self._fleet.doubt_busy()
         age_s = self._fleet.table_age_s
         if age_s is not None:
             self._metrics.set_table_age(age_s)

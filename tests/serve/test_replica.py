@@ -158,6 +158,11 @@ def test_a_reply_begins_with_the_slots_and_an_adapter_can_be_warmed_up(applicati
     assert "static" in first.snapshot.resident
     assert first.snapshot.replica_id in application.ask(lambda router: router.table()).replicas
     assert all(chunk.snapshot is None for chunk in others)
+    assert first.snapshot.num_busy == 1, "its own"
+    assert next(application.stream(6)).snapshot.num_busy == 0, "the base model takes no slot"
+    application.ask(lambda router: router.pin("static"))
+    assert next(application.stream(6)).snapshot.num_busy == 1, "pinned"
+    application.ask(lambda router: router.unpin("static"))
     assert application.handle.warm.remote("static").result().status is LoRAStatus.SUCCESS
     assert application.handle.warm.remote("absent").result().status is LoRAStatus.PIN_NAME_NONEXISTENT
 

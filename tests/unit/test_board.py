@@ -51,6 +51,7 @@ NEWS = st.lists(
         st.tuples(st.just("state"), st.sampled_from(IDS), states()),
         st.tuples(st.just("flight"), st.sampled_from(IDS), st.integers(0, 12)),
         st.tuples(st.just("hints"), st.sampled_from(IDS), NAMES),
+        st.tuples(st.just("busy"), st.sampled_from(IDS), st.integers(0, 9)),
         st.tuples(st.just("replicas"), st.dictionaries(st.sampled_from(IDS), st.integers(1, 12)), st.none()),
     ),
     max_size=25,
@@ -61,7 +62,7 @@ COPIES = st.dictionaries(
 
 
 def told(board: Board, news: list[tuple[str, object, object]]) -> Board:
-    calls = {"state": board.set_state, "flight": board.set_in_flight, "hints": board.set_hints}
+    calls = {"state": board.set_state, "flight": board.set_in_flight, "hints": board.set_hints, "busy": board.set_busy}
     for kind, subject, value in news:
         if kind == "replicas":
             board.set_replicas(subject)  # type: ignore[arg-type]
@@ -116,6 +117,7 @@ def test_what_it_keeps_of_the_past_does_not_matter(news: list[tuple[str, object,
         state = msgspec.structs.replace(state, is_stalled=view.is_stalled, load_ms_per_mib=view.load_ms_per_mib)
         fresh.set_state(name, state)
         fresh.set_in_flight(name, view.in_flight)
+        fresh.set_busy(name, view.num_busy)
     for adapter in (None, *ADAPTERS):
         assert board.order(adapter, mib=4.0) == fresh.order(adapter, mib=4.0)
 

@@ -163,6 +163,24 @@ async def test_the_board_hears_of_all_that_changes_and_knows_a_replica_that_come
     view.close()
 
 
+async def test_the_board_hears_how_many_adapters_each_replica_is_busy_with() -> None:
+    view, board = view_of(lambda _: FakeSource(), R0, R1)
+    view.follow([R0, R1])
+    view.claim(R0, "a")
+    view.claim(R0, "a")
+    assert [board.view(name).num_busy for name in ("r0", "r1")] == [1, 0]
+    view.take_snapshot(SlotSnapshot(replica_id="r0", sequence=-1, resident=(), num_busy=3))
+    assert board.view("r0").num_busy == 3, "an old word on slots, but a new one on requests"
+    view.release(R0, "a")
+    view.release(R0, "a")
+    assert board.view("r0").num_busy == 2
+    view.doubt_busy()
+    assert board.view("r0").num_busy == 2
+    view.doubt_busy()
+    assert board.view("r0").num_busy == 0, "nothing was heard of them for a while"
+    view.close()
+
+
 async def test_copies_of_two_versions_side_by_side_are_all_granted() -> None:
     old, new = ReplicaKey("old", "r0"), ReplicaKey("new", "r1")
     view, board = view_of(lambda _: FakeSource(), old, new)

@@ -77,6 +77,28 @@ def test_a_request_that_ends_before_its_load_takes_its_hint_with_it() -> None:
     assert replica.claim("b")
 
 
+def test_busy_are_the_adapters_of_its_requests_and_those_that_replies_tell_of() -> None:
+    replica = KnownReplica()
+    for adapter in "aab":
+        replica.claim(adapter)
+    assert replica.num_busy == 2
+    assert not replica.take_busy(2), "its own"
+    assert replica.take_busy(5)
+    assert replica.num_busy == 5
+    replica.claim("c")
+    replica.release("a")
+    assert replica.num_busy == 6, "three are others'"
+    replica.release("b")
+    assert replica.take_busy(1), "less than its own: the reply is older"
+    assert replica.num_busy == 2
+    replica.take_busy(4)
+    assert not replica.doubt_busy(), "just told"
+    assert replica.num_busy == 4
+    assert replica.doubt_busy(), "not told again since"
+    assert replica.num_busy == 2
+    assert not replica.doubt_busy()
+
+
 def test_what_other_threads_read_is_made_where_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = KnownReplica()
     replica.take_row(row("a", sequence=5))

@@ -4,12 +4,13 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import TERMS, PlacementSettings, ReplicaView, hash_order, load_cap, rank, terms, weight
+from cluster.placement import TERMS, PlacementSettings, ReplicaView, crowding, hash_order, load_cap, rank, terms, weight
 from cluster.progress import BASE
 
 SETTINGS = PlacementSettings()
@@ -31,6 +32,7 @@ def fleets(draw: st.DrawFn) -> list[ReplicaView]:
             loading=draw(NAMES),
             num_slots=draw(st.integers(0, 3)),
             num_slots_used=draw(st.integers(0, 3)),
+            num_busy=draw(st.integers(0, 12)),
         )
         for i in range(draw(st.integers(1, 8)))
     ]
@@ -194,6 +196,25 @@ def test_a_last_copy_costs_more_to_evict() -> None:
     assert rank("a", [full, redundant, third], settings)[0] == "s"
 
 
+def test_an_adapter_without_a_slot_goes_where_one_is_to_be_had() -> None:
+    home, other = hash_order("a", ["r0", "r1"])
+    slots: dict[str, Any] = {"num_slots": 2, "num_slots_used": 2}
+
+    def first(busy_home: int, busy_other: int, **more: Any) -> str:
+        view = ReplicaView(home, num_busy=busy_home, **slots, **more)
+        return rank("a", [view, ReplicaView(other, num_busy=busy_other, **slots)], SETTINGS)[0]
+
+    assert first(1, 0) == home, "one is idle"
+    assert first(2, 1) == other, "the home's are all at work"
+    assert first(2, 2) == home, "so they are everywhere"
+    assert first(4, 2) == other, "as many again wait there"
+    assert first(9, 0, resident=frozenset("a")) == home, "it has one"
+    assert first(9, 0, loading=frozenset("a")) == home, "it waits for one with others of its requests"
+    assert rank(None, [ReplicaView("r0", num_busy=9, **slots), ReplicaView("r1", 1, **slots)], SETTINGS)[0] == "r0"
+    assert crowding(0, 9) == 0, "nobody has told how many slots there are"
+    assert [crowding(4, busy) for busy in (3, 4, 5, 6, 8)] == [0, 1, 1, 2, 3]
+
+
 def test_a_prompt_goes_where_its_prefix_is_while_that_pays() -> None:
     fleet = [ReplicaView("r0", in_flight=4), ReplicaView("r1", in_flight=0)]
     assert rank(None, fleet, SETTINGS, prefix_ms={"r1": 30.0})[0] == "r0"
@@ -206,17 +227,17 @@ def test_each_term_can_be_switched_off_by_name(term: str) -> None:
         ReplicaView("r0", 9, resident=frozenset("a"), num_slots=1, num_slots_used=1, loading=frozenset("z")),
         ReplicaView("r1", 2, resident=frozenset("b"), num_slots=1, num_slots_used=1, loading=frozenset("yz")),
         ReplicaView("r2", 3, in_memory=frozenset("c"), resident=frozenset("b"), num_slots=2, num_slots_used=2),
-        ReplicaView("r3", 1, in_memory=frozenset("c"), resident=frozenset("d"), num_slots=1, num_slots_used=1),
+        ReplicaView("r3", 1, resident=frozenset("d"), num_slots=1, num_slots_used=1, num_busy=1),
     ]
     without = PlacementSettings(without=[term])
 
-    def figures(settings: PlacementSettings) -> list[float]:
+    def figures(settings: PlacementSettings) -> list[float | str]:
         views = [
             terms("c", view, settings, is_granted=is_granted, only_last=view.replica_id == "r3", prefix_ms=4.0)
             for view in fleet
             for is_granted in (False, True)
         ]
-        return [load_cap(fleet, settings), *(view.cost(True) for view in views)]
+        return [load_cap(fleet, settings), *(view.cost(True) for view in views), *rank("c", fleet, settings)]
 
     assert figures(without) != figures(SETTINGS)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cluster.copy_index import NOWHERE, CopyIndex
 from cluster.fleet import ReplicaState
-from cluster.placement import NOTHING, PlacementSettings, ReplicaView, Terms, cap_on, crowding, terms
+from cluster.placement import NOTHING, PlacementSettings, ReplicaView, Terms, cap_on, terms, turnovers
 from cluster.progress import BASE
 from cluster.rendezvous import replica_hashes, weights
 
@@ -57,6 +57,7 @@ class Board:
         self._hints: dict[str, frozenset[str]] = {}
         self._counts: dict[str, int] = {}
         self._busy: dict[str, int] = {}
+        self._hold_ms: float | None = None
         self._capacities: dict[str, int] = {}
         self._arrange()
 
@@ -102,7 +103,13 @@ class Board:
         index = self._index.get(replica_id)
         if index is not None and self._busy.get(replica_id, 0) != num_busy:
             self._busy[replica_id] = num_busy
-            self._count_crowd(index)
+            self._weigh_slots(index)
+
+    def set_hold_ms(self, hold_ms: float | None) -> None:
+        """How long a request keeps its adapter in a slot, as measured; None: not known."""
+        self._hold_ms = hold_ms
+        for index in range(len(self.replica_ids)):
+            self._weigh_slots(index)
 
     def set_copies(self, copies: Mapping[str, tuple[str, ...]]) -> None:
         """Replicas that the plan grants adapters, where they are not the first in rendezvous order alone. Kept."""
@@ -153,10 +160,6 @@ class Board:
         # From what matters least to what matters most: each sort leaves what it finds equal as it was.
         order = self._hash_order(adapter or "")
         order = order[self._costs(adapter, mib, prefix_ms)[order].argsort(kind="stable")]
-        if adapter is not None and self._any_crowded:
-            crowded = self._crowding.copy()
-            crowded[list(self._holders(adapter))] = 0
-            order = order[crowded[order].argsort(kind="stable")]
         groups = self._groups(adapter)[order]
         by_group = groups.argsort(kind="stable")[:limit]
         ids, open_ids, full_ids = self.replica_ids, [], []
@@ -172,17 +175,15 @@ class Board:
         state = self._states.get(replica_id, _UNKNOWN)
         return replica_view(
             replica_id, state, self.num_in_flight(replica_id), self._capacities[replica_id],
-            self._hints.get(replica_id, frozenset()), self._busy.get(replica_id, 0),
+            self._hints.get(replica_id, frozenset()), self._busy.get(replica_id, 0), self._hold_ms,
         )  # fmt: skip
 
     def terms(self, adapter: str | None, replica_id: str, *, mib: float = 0.0) -> Terms:
         """The score of one replica, term by term."""
         index = self._index[replica_id]
-        homes = [] if adapter is None else self._homes(adapter)
-        holders = frozenset() if adapter is None else self._holders(adapter)
-        is_granted = adapter is None or index in homes or (index in holders and holders.isdisjoint(homes))
+        homes = [] if adapter is None else self._homes_now(adapter, self._holders(adapter))
         return terms(
-            adapter, self.view(replica_id), self.settings, mib=mib, is_granted=is_granted,
+            adapter, self.view(replica_id), self.settings, mib=mib, is_granted=not homes or index in homes,
             only_last=self._has_only_last(index),
         )  # fmt: skip
 
@@ -197,15 +198,15 @@ class Board:
         else:
             # Most replicas have the adapter nowhere and are not its homes; then come the few that differ.
             from_disk, from_memory = self._load_costs(mib)
-            cost = from_disk + 2 * self._stray_ms
+            holders = self._holders(adapter)
+            homes = self._homes_now(adapter, holders)
+            stray_ms = self._stray_ms if homes else 0.0
+            cost = from_disk + 2 * stray_ms
             # Asking each replica's own set beats an index of all, which every piece of news would have to change.
             for index in [index for index, names in enumerate(self._in_memory) if adapter in names]:
-                cost[index] = from_memory[index] + 2 * self._stray_ms
-            holders, homes = self._holders(adapter), self._homes(adapter)
+                cost[index] = from_memory[index] + 2 * stray_ms
             for index in holders:
-                cost[index] = self._stray_ms
-            if holders and holders.isdisjoint(homes):
-                homes = [*homes, *holders]
+                cost[index] = stray_ms
             for index in homes:
                 load_costs = from_memory if adapter in self._in_memory[index] else from_disk
                 cost[index] = 0.0 if index in holders else load_costs[index]
@@ -239,8 +240,7 @@ class Board:
             cost += load_ms
         if "ahead" not in self.settings.without:
             cost += self._num_loading * host_ms
-        cost += self._evict_ms
-        return cost
+        return cost + self._evict_ms + self._slot_wait_ms
 
     def _groups(self, adapter: str | None) -> NDArray[np.int8]:
         """The group of each replica, `[R]`."""
@@ -279,6 +279,13 @@ class Board:
             if homes:
                 return homes
         return [int(self._hash_order(adapter)[0])]
+
+    def _homes_now(self, adapter: str, holders: AbstractSet[int]) -> list[int]:
+        """Where it belongs as things are: `_homes`, or who stands in for them; none where all replicas do."""
+        homes = self._homes(adapter)
+        if holders:
+            return [*homes, *holders] if holders.isdisjoint(homes) else homes
+        return [] if self._slot_wait_ms[homes].all() else homes
 
     def _hash_order(self, adapter: str) -> Indices:
         """Replicas in rendezvous order, `[R]`."""
@@ -322,7 +329,7 @@ class Board:
         self._most_orders = min(_ORDERS_KEPT, _ORDER_BYTES_KEPT // (self._index_type.itemsize * max(1, num)))
         self._loads: dict[float, tuple[Floats, Floats]] = {}
         self._residents, self._loading = CopyIndex(num), CopyIndex(num)
-        self._crowding, self._any_crowded = np.zeros(num, dtype=np.int64), False
+        self._slot_wait_ms = np.zeros(num)
         self._stray_ms = self.settings.ms("stray")
         self._total = 0
         counts, self._counts = self._counts, {}
@@ -343,17 +350,20 @@ class Board:
             self._choosy.add(index)
         else:
             self._choosy.discard(index)
-        self._count_crowd(index)
+        self._weigh_slots(index)
         touched = self._residents.set(index, state.resident)
         self._enter_loading(index)
         self._weigh_evictions({index, *touched})
 
-    def _count_crowd(self, index: int) -> None:
-        if "busy" not in self.settings.without:
-            replica_id = self.replica_ids[index]
-            num_slots = self._states.get(replica_id, _UNKNOWN).num_slots
-            self._crowding[index] = crowding(num_slots, self._busy.get(replica_id, 0))
-            self._any_crowded = bool(self._crowding.any())
+    def _weigh_slots(self, index: int) -> None:
+        replica_id, hold_ms = self.replica_ids[index], self.settings.hold_ms if self._hold_ms is None else self._hold_ms
+        if "busy" in self.settings.without:
+            return
+        num_slots = self._states.get(replica_id, _UNKNOWN).num_slots
+        wait_ms = turnovers(num_slots, self._busy.get(replica_id, 0)) * hold_ms
+        if wait_ms != self._slot_wait_ms[index]:
+            self._slot_wait_ms[index] = wait_ms
+            self._loads.clear()
 
     def _enter_loading(self, index: int) -> None:
         replica_id = self.replica_ids[index]
@@ -383,6 +393,7 @@ def replica_view(
     capacity: int,
     hints: AbstractSet[str] = frozenset(),
     num_busy: int = 0,
+    hold_ms: float | None = None,
 ) -> ReplicaView:
     """What `rank` needs of a replica, from what the fleet's table says and what this handle knows."""
     return ReplicaView(
@@ -396,6 +407,7 @@ def replica_view(
         num_slots=state.num_slots,
         num_slots_used=state.num_slots_used,
         num_busy=num_busy,
+        hold_ms=hold_ms,
         is_stalled=state.is_stalled,
         service_ms=state.service_ms,
         load_ms_per_mib=state.load_ms_per_mib,

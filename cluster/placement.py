@@ -24,15 +24,15 @@ __all__ = [
     "ReplicaView",
     "Terms",
     "cap_on",
-    "crowding",
     "hash_order",
     "load_cap",
     "rank",
     "terms",
+    "turnovers",
     "weight",
 ]
 
-TERMS = ("wait", "load", "ahead", "evict", "last_copy", "prefix", "stray", "busy", "cap")
+TERMS = ("wait", "load", "ahead", "evict", "last_copy", "busy", "prefix", "stray", "cap")
 """What `PlacementSettings.without` can switch off."""
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -56,10 +56,14 @@ class PlacementSettings:
     """Further cost where another adapter loses its slot."""
     last_copy_ms: float = 20.0
     """Further cost where that adapter is in no slot of another replica, whichever it is."""
+    hold_ms: float = 1_000.0
+    """How long a request keeps its adapter in a slot, where the handle has not measured it. An adapter without a slot
+    waits for some part of this where requests keep all of a replica's: see `turnovers`."""
     stray_ms: float = 10_000.0
     """Cost of a replica that the plan does not grant the adapter, while one that it does has it in a slot: a further
     copy takes a slot that others are sent there for, and they then take one from others again. So an adapter spreads
-    when its replicas are above the cap, and hardly before. Twice as much where it has no slot."""
+    when its replicas are above the cap, and hardly before. Twice as much where it has no slot. Nothing where it is in
+    no slot, and requests of others keep all slots of its replicas."""
     without: Sequence[str] = ()
     """Names of terms (`TERMS`) to leave out, to see what each is worth."""
 
@@ -101,6 +105,8 @@ class ReplicaView:
     num_slots_used: int = 0
     num_busy: int = 0
     """Adapters whose requests it has, or that are pinned: no other adapter can have their slots now."""
+    hold_ms: float | None = None
+    """Measured time for which a request keeps its adapter in a slot; None: not known."""
     is_stalled: bool = False
     """No request there makes progress."""
     service_ms: float | None = None
@@ -112,11 +118,9 @@ class ReplicaView:
         """Whether a request for it has no hope there."""
         return self.is_stalled or (BASE if adapter is None else adapter) in self.refused
 
-    def crowding(self, adapter: str | None) -> int:
-        """`crowding`, as this adapter finds it: 0 where it has a slot, or is on its way into one."""
-        if adapter is None or adapter in self.resident or adapter in self.loading:
-            return 0
-        return crowding(self.num_slots, self.num_busy)
+    def holds(self, adapter: str | None) -> bool:
+        """Whether the adapter is in a slot, or on its way into one."""
+        return adapter in self.resident or adapter in self.loading
 
 
 class Terms(NamedTuple):
@@ -151,11 +155,9 @@ def rank(
 ) -> list[str]:
     """Order all replicas for a request, best first.
 
-    Replicas that cannot serve the adapter come last, full ones before them, then those above the load cap, then those
-    with no slot to give it: it would wait there until all requests of another adapter have ended, as a rule for longer
-    than a load takes. Where a replica holds the adapter the score decides; otherwise its part without the wait,
-    whatever the load, so that one adapter's requests meet on one replica. What is left equal follows `weight`. Base
-    requests go by load alone.
+    Replicas that cannot serve the adapter come last, full ones before them, then those above the load cap. Where a
+    replica holds the adapter the score decides; otherwise its part without the wait, whatever the load, so that one
+    adapter's requests meet on one replica. What is left equal follows `weight`. Base requests go by load alone.
 
     Args:
         adapter: Its name; None is the base model.
@@ -163,7 +165,7 @@ def rank(
         settings: Weights and cap.
         mib: What the adapter takes in a slot, in MiB; 0: not known.
         granted: Replicas that a plan grants it; where none of them is there, the first in rendezvous order. Those that
-            hold it stand in for them while none of these does.
+            hold it stand in for them while none of these does; while nobody does and these have no slot to give, all.
         prefix_ms: By replica id, the cost of computing the prompt there, less what its cache has.
 
     Returns:
@@ -171,9 +173,11 @@ def rank(
     """
     cap = load_cap(replicas, settings)
     homes = _homes(adapter, replicas, granted)
-    holders = {view.replica_id for view in replicas if adapter in view.resident or adapter in view.loading}
+    holders = {view.replica_id for view in replicas if view.holds(adapter)}
     if holders.isdisjoint(homes):
         homes = homes | holders
+    if not holders and all(_slot_wait_ms(view, settings) for view in replicas if view.replica_id in homes):
+        homes = {view.replica_id for view in replicas}
     num_copies = Counter(name for view in replicas for name in view.resident)
     scores = {}
     for view in replicas:
@@ -184,22 +188,23 @@ def rank(
         )  # fmt: skip
     somewhere = adapter is None or any(score.holds for score in scores.values())
 
-    def key(view: ReplicaView) -> tuple[bool, bool, bool, int, float, int, str]:
+    def key(view: ReplicaView) -> tuple[bool, bool, bool, float, int, str]:
         cost = scores[view.replica_id].cost(somewhere)
         full, above = view.in_flight >= view.capacity, view.in_flight >= cap
-        hopeless, crowded = view.cannot_serve(adapter), 0 if "busy" in settings.without else view.crowding(adapter)
-        return hopeless, full, above, crowded, cost, -weight(adapter or "", view.replica_id), view.replica_id
+        hopeless = view.cannot_serve(adapter)
+        return hopeless, full, above, cost, -weight(adapter or "", view.replica_id), view.replica_id
 
     return [view.replica_id for view in sorted(replicas, key=key)]
 
 
-def crowding(num_slots: int, num_busy: int) -> int:
-    """0 where a replica has a slot for one more adapter, or the number of its slots is not known; otherwise 1, and 1
-    more for each half of its slots that adapters wait for.
+def turnovers(num_slots: int, num_busy: int) -> float:
+    """How often all slots of a replica change hands before one more adapter has its turn: as many as wait before it,
+    and itself, over the slots. 0 where one is to be had now, or `num_slots` is not known.
 
-    No finer: where all replicas are crowded, handles that have not heard of one another should still agree on one.
+    To the middle of a half: where no replica has a slot to give, handles that have not heard of one another should
+    still agree on one.
     """
-    return 1 + 2 * (num_busy - num_slots) // num_slots if 0 < num_slots <= num_busy else 0
+    return 0.25 + 0.5 * (2 * (num_busy - num_slots) // num_slots) if 0 < num_slots <= num_busy else 0.0
 
 
 def load_cap(replicas: Sequence[ReplicaView], settings: PlacementSettings) -> float:
@@ -230,7 +235,8 @@ def terms(
 ) -> Terms:
     """Score one replica: what the request would wait for others, and for its adapter.
 
-    A load waits for the loads before it, and evicts once these have taken the free slots.
+    A load waits for a slot that no request needs, and for the loads before it. It evicts once these have taken the
+    free slots.
 
     Args:
         adapter, view, settings, mib, prefix_ms: As for `rank`.
@@ -243,7 +249,7 @@ def terms(
     if adapter is None:
         return Terms(wait_ms, 0.0, False, 0.0, prefix_ms)
     stray_ms = 0.0 if is_granted else settings.ms("stray")
-    if adapter in view.resident or adapter in view.loading:
+    if view.holds(adapter):
         return Terms(wait_ms, 0.0, True, stray_ms, prefix_ms)
     return Terms(wait_ms, _load_ms(adapter, view, settings, mib, only_last), False, 2 * stray_ms, prefix_ms)
 
@@ -258,7 +264,14 @@ def _load_ms(adapter: str, view: ReplicaView, settings: PlacementSettings, mib: 
         load_ms += len(view.loading) * host_ms
     if view.num_slots and view.num_slots_used + len(view.loading) >= view.num_slots:
         load_ms += settings.ms("evict") + (settings.ms("last_copy") if only_last else 0.0)
-    return load_ms
+    return load_ms + _slot_wait_ms(view, settings)
+
+
+def _slot_wait_ms(view: ReplicaView, settings: PlacementSettings) -> float:
+    """How long an adapter that has no slot there waits until the requests of another have ended."""
+    if "busy" in settings.without:
+        return 0.0
+    return turnovers(view.num_slots, view.num_busy) * (settings.hold_ms if view.hold_ms is None else view.hold_ms)
 
 
 def _transfer_ms(ms_per_mib: float | None, mib: float, otherwise_ms: float) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from cluster.board import Board
 from cluster.fleet import ReplicaState
+from cluster.hold_time import HoldTime
 from cluster.placement import PlacementSettings
 
 HINT_MS = 2000.0
@@ -22,6 +23,7 @@ class SimulatedHandle:
         self._hints: dict[str, dict[str, float]] = {}
         self._claims: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._num_busy_others: Counter[str] = Counter()
+        self._hold_time = HoldTime()
 
     def set_replicas(self, replica_ids: Iterable[str]) -> None:
         """The replicas Serve says there are."""
@@ -31,13 +33,15 @@ class SimulatedHandle:
         """A replica accepted a request, and said how many it has."""
         self.board.set_in_flight(replica_id, num_in_flight)
         self._claims[replica_id][adapter] += 1
+        self._hold_time.begin(now / 1e3)
         self._show_busy(replica_id)
         if self._reads_slots and not self.board.holds(adapter, replica_id):
             self._hints.setdefault(replica_id, {})[adapter] = now + HINT_MS
             self.board.set_hints(replica_id, frozenset(self._hints[replica_id]))
 
-    def replied(self, replica_id: str, adapter: str) -> None:
+    def replied(self, replica_id: str, adapter: str, now: float) -> None:
         """A reply of this handle's has ended."""
+        self._hold_time.end(now / 1e3)
         self._claims[replica_id] -= Counter([adapter])
         self._show_busy(replica_id)
         self.board.set_in_flight(replica_id, max(0, self.board.num_in_flight(replica_id) - 1))
@@ -65,3 +69,6 @@ class SimulatedHandle:
                     del hints[adapter]
                 self.board.set_hints(replica_id, frozenset(hints))
         self.board.set_copies(routes)
+        hold_s = self._hold_time.mean_s
+        if self._reads_slots and hold_s is not None:
+            self.board.set_hold_ms(1e3 * hold_s)

@@ -163,7 +163,7 @@ class Simulator:
             elif event.version == life.version:
                 request = life.replica.finish(now)
                 self._num_answered += 1
-                self._handles[request.handle].replied(life.replica.replica_id, request.adapter)
+                self._handles[request.handle].replied(life.replica.replica_id, request.adapter, now)
                 self._after(event.replica, now)
         return now
 

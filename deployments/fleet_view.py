@@ -10,6 +10,7 @@ from typing import Protocol
 from cluster.board import Board
 from cluster.entry import AdapterEntry
 from cluster.fleet import FleetTable, ReplicaState
+from cluster.hold_time import HoldTime
 from cluster.side_by_side import behind
 from deployments.generation import SlotSnapshot
 from deployments.known_replica import UNKNOWN, KnownReplica
@@ -62,12 +63,15 @@ class FleetView:
         self._replicas: dict[ReplicaKey, KnownReplica] = {}
         self._keys: dict[str, ReplicaKey] = {}
         self._notes = LoadNotes(self._sources.get, clock)
+        self._hold_time = HoldTime()
 
     def follow(self, keys: Iterable[ReplicaKey]) -> None:
         """Follow the routers of these replicas, in the running event loop, and no others."""
         keys = list(keys)
         known = self._replicas
         self._replicas = {key: known.get(key) or KnownReplica() for key in keys}
+        lost = [replica for key, replica in known.items() if key not in self._replicas]
+        self._hold_time.lose(sum(replica.num_claims() for replica in lost), self._clock())
         self._keys = {key.replica_id: key for key in keys}
         routers = {key.router for key in keys if key.router}
         gone = self._followers.keys() - routers
@@ -127,9 +131,12 @@ class FleetView:
         if self._replicas[key].take_snapshot(snapshot):
             self._show(key)
 
-    def doubt_busy(self) -> None:
-        """Forget what replicas have said of other handles' requests, where they have not said it lately: since the last
-        call."""
+    def take_stock(self) -> None:
+        """Have the board know how long requests take by now; and forget what replicas have said of other handles'
+        requests, where they have not said it since the last call."""
+        hold_s = self._hold_time.mean_s
+        if hold_s is not None:
+            self._board.set_hold_ms(1000 * hold_s)
         for key, replica in self._replicas.items():
             if replica.doubt_busy():
                 self._show_busy(key)
@@ -139,6 +146,7 @@ class FleetView:
         replica = self._replicas.get(key)
         if replica is None:
             return
+        self._hold_time.begin(self._clock())
         if replica.claim(adapter):
             self._board.set_hints(key.replica_id, replica.hints)
             self._notes.add(key, adapter)
@@ -147,7 +155,10 @@ class FleetView:
     def release(self, key: ReplicaKey, adapter: str) -> None:
         """Note that a request that was claimed for has ended."""
         replica = self._replicas.get(key)
-        if replica is not None and replica.release(adapter):
+        if replica is None or not replica.num_claims(adapter):
+            return
+        self._hold_time.end(self._clock())
+        if replica.release(adapter):
             self._board.set_hints(key.replica_id, replica.hints)
             self._show_busy(key)
 

@@ -41,6 +41,10 @@ class KnownReplica:
         last said that it had."""
         return len(self._claims) + self._num_busy_others
 
+    def num_claims(self, adapter: str | None = None) -> int:
+        """Requests on their way or there, of this handle: those for an adapter, or for all."""
+        return self._claims.total() if adapter is None else self._claims[adapter]
+
     def take_row(self, row: ReplicaState) -> bool:
         """Take the replica's row of a newer table; whether it is another one."""
         if row is self._row:

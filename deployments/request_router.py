@@ -159,7 +159,7 @@ class AffinityRequestRouter(ExactRequestRouter):
         self._recounted_at = time.monotonic()
         for replica_id in self._keys:
             self.on_load(replica_id)
-        self._fleet.doubt_busy()
+        self._fleet.take_stock()
         age_s = self._fleet.table_age_s
         if age_s is not None:
             self._metrics.set_table_age(age_s)

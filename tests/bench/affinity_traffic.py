@@ -29,15 +29,16 @@ class Arrival:
 def zipf_arrivals(
     adapters: Sequence[str], *, exponent: float, per_s: float, seconds: float, prompt_tokens: int, vocab: int, seed: int
 ) -> list[Arrival]:
-    """Requests at random times (a Poisson process), of adapters whose popularity falls with a power of their place."""
+    """Requests at random times, of adapters whose popularity falls with a power of their place.
+
+    The times are those of a Poisson process, given how many there are: of short trials at rising rates, each gets more
+    requests than the one before.
+    """
     draw = random.Random(seed)
     weights = [1 / place**exponent for place in range(1, len(adapters) + 1)]
-    arrivals, at_s = [], draw.expovariate(per_s)
-    while at_s < seconds:
-        prompt = tuple(draw.randrange(vocab) for _ in range(prompt_tokens))
-        arrivals.append(Arrival(at_s, draw.choices(adapters, weights)[0], prompt))
-        at_s += draw.expovariate(per_s)
-    return arrivals
+    times = sorted(draw.uniform(0.0, seconds) for _ in range(round(per_s * seconds)))
+    prompts = [tuple(draw.randrange(vocab) for _ in range(prompt_tokens)) for _ in times]
+    return list(map(Arrival, times, draw.choices(adapters, weights, k=len(times)), prompts))
 
 
 @dataclass
@@ -67,6 +68,8 @@ async def send(ask: Ask, arrivals: Sequence[Arrival], num_tokens: int) -> list[O
             prompt_token_ids=list(arrival.prompt),
             sampling=GREEDY,
             max_tokens=num_tokens,
+            # A chunk for each token would keep the machine busy, not the fleet.
+            streamed=False,
         )
         try:
             async for chunk in ask(call):

@@ -14,10 +14,11 @@ At a rate that all of them can do they differ little, and at one that none can a
 highest rate that it sustains, at which 95 % of the first tokens come within `--in-time` seconds of when their requests
 were due, by the same search (`tests.bench.affinity_limit`) over the same arrivals: goodput is what it answers in time
 at that rate. Then each gets the highest rate that stock multiplexing sustains, for longer, and times to the first token
-are compared. How busy the machine was is in each line: where it is what saturates, the figures are the machine's.
+are compared. Answers come in few chunks, so that processors are not what saturates; how busy the machine was is in each
+line: where it is busy throughout, the figures are the machine's.
 
 Prints a JSON line for each trial and each fleet, and one at the end with the goals. Before anything is timed, answers
-are compared with PEFT's. About ten minutes on two cores.
+are compared with PEFT's. About half an hour on two cores.
 """
 
 import argparse
@@ -273,7 +274,7 @@ def compare(found: Mapping[tuple[str, int], Found]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=BYTES_PER_RANK, help="whose adapters are stood for")
-    parser.add_argument("--trial", type=float, default=8.0, help="seconds for which a rate is tried")
+    parser.add_argument("--trial", type=float, default=16.0, help="seconds for which a rate is tried")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds at the rate at which all are compared")
     parser.add_argument("--warm-up", type=float, default=8.0, help="seconds of traffic before anything counts")
     parser.add_argument("--in-time", type=float, default=1.0, help="seconds to the first token that count as in time")

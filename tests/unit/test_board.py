@@ -52,6 +52,7 @@ NEWS = st.lists(
         st.tuples(st.just("flight"), st.sampled_from(IDS), st.integers(0, 12)),
         st.tuples(st.just("hints"), st.sampled_from(IDS), NAMES),
         st.tuples(st.just("busy"), st.sampled_from(IDS), st.integers(0, 9)),
+        st.tuples(st.just("hold"), QUARTERS, st.none()),
         st.tuples(st.just("replicas"), st.dictionaries(st.sampled_from(IDS), st.integers(1, 12)), st.none()),
     ),
     max_size=25,
@@ -66,6 +67,8 @@ def told(board: Board, news: list[tuple[str, object, object]]) -> Board:
     for kind, subject, value in news:
         if kind == "replicas":
             board.set_replicas(subject)  # type: ignore[arg-type]
+        elif kind == "hold":
+            board.set_hold_ms(subject)  # type: ignore[arg-type]
         else:
             calls[kind](subject, value)  # type: ignore[operator]
     return board
@@ -118,6 +121,7 @@ def test_what_it_keeps_of_the_past_does_not_matter(news: list[tuple[str, object,
         fresh.set_state(name, state)
         fresh.set_in_flight(name, view.in_flight)
         fresh.set_busy(name, view.num_busy)
+        fresh.set_hold_ms(view.hold_ms)
     for adapter in (None, *ADAPTERS):
         assert board.order(adapter, mib=4.0) == fresh.order(adapter, mib=4.0)
 

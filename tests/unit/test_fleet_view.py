@@ -174,9 +174,9 @@ async def test_the_board_hears_how_many_adapters_each_replica_is_busy_with() -> 
     view.release(R0, "a")
     view.release(R0, "a")
     assert board.view("r0").num_busy == 2
-    view.doubt_busy()
+    view.take_stock()
     assert board.view("r0").num_busy == 2
-    view.doubt_busy()
+    view.take_stock()
     assert board.view("r0").num_busy == 0, "nothing was heard of them for a while"
     view.close()
 

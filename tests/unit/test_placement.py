@@ -4,13 +4,24 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import TERMS, PlacementSettings, ReplicaView, crowding, hash_order, load_cap, rank, terms, weight
+from cluster.placement import (
+    TERMS,
+    PlacementSettings,
+    ReplicaView,
+    hash_order,
+    load_cap,
+    rank,
+    terms,
+    turnovers,
+    weight,
+)
 from cluster.progress import BASE
 
 SETTINGS = PlacementSettings()
@@ -198,21 +209,32 @@ def test_a_last_copy_costs_more_to_evict() -> None:
 
 def test_an_adapter_without_a_slot_goes_where_one_is_to_be_had() -> None:
     home, other = hash_order("a", ["r0", "r1"])
-    slots: dict[str, Any] = {"num_slots": 2, "num_slots_used": 2}
+    slots: dict[str, Any] = {"num_slots": 4, "num_slots_used": 4}
 
     def first(busy_home: int, busy_other: int, **more: Any) -> str:
         view = ReplicaView(home, num_busy=busy_home, **slots, **more)
         return rank("a", [view, ReplicaView(other, num_busy=busy_other, **slots)], SETTINGS)[0]
 
-    assert first(1, 0) == home, "one is idle"
-    assert first(2, 1) == other, "the home's are all at work"
-    assert first(2, 2) == home, "so they are everywhere"
-    assert first(4, 2) == other, "as many again wait there"
+    assert first(3, 0) == home, "one is idle"
+    assert first(4, 3) == other, "the home's are all at work"
+    assert first(4, 5) == home, "so they are everywhere"
+    assert first(6, 4) == other, "many wait there"
     assert first(9, 0, resident=frozenset("a")) == home, "it has one"
     assert first(9, 0, loading=frozenset("a")) == home, "it waits for one with others of its requests"
+    in_memory = {"in_memory": frozenset("a"), "load_ms_per_mib": {"host": 1.0, "disk": 1.0}}
+    assert first(4, 3, hold_ms=1000.0, **in_memory) == home, "sooner there than its files are read elsewhere"
+    assert first(4, 3, hold_ms=3000.0, **in_memory) == other
     assert rank(None, [ReplicaView("r0", num_busy=9, **slots), ReplicaView("r1", 1, **slots)], SETTINGS)[0] == "r0"
-    assert crowding(0, 9) == 0, "nobody has told how many slots there are"
-    assert [crowding(4, busy) for busy in (3, 4, 5, 6, 8)] == [0, 1, 1, 2, 3]
+
+
+def test_an_adapter_waits_for_a_part_of_what_a_request_takes_where_all_slots_are_busy() -> None:
+    assert turnovers(0, 9) == 0, "nobody has told how many slots there are"
+    assert [turnovers(4, busy) for busy in (3, 4, 5, 6, 8)] == [0, 0.25, 0.25, 0.75, 1.25]
+    view = ReplicaView("r0", num_slots=4, num_slots_used=4, num_busy=5)
+    settings = PlacementSettings(hold_ms=800.0, evict_ms=0.0, fetch_ms=30.0)
+    assert terms("a", view, settings).load_ms == 30 + 200
+    assert terms("a", replace(view, hold_ms=2000.0), settings).load_ms == 30 + 500
+    assert terms(None, view, settings).load_ms == 0
 
 
 def test_a_prompt_goes_where_its_prefix_is_while_that_pays() -> None:

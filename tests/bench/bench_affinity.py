@@ -17,6 +17,10 @@ at that rate. Then each gets the highest rate that stock multiplexing sustains, 
 are compared. Answers come in few chunks, so that processors are not what saturates; how busy the machine was is in each
 line: where it is busy throughout, the figures are the machine's.
 
+What limits a fleet depends on the answers. An answer keeps its adapter in a slot, so that with long ones the adapters
+at work at the same time are as many as the slots: with 32 tokens at about 27 requests a second, on whichever replicas.
+With short ones (`--answer-tokens 8`) it is the loads that limit it, and what they wait for.
+
 Prints a JSON line for each trial and each fleet, and one at the end with the goals. Before anything is timed, answers
 are compared with PEFT's. About half an hour on two cores.
 """
@@ -55,7 +59,7 @@ from tests.factories import reference_tokens, tiny_llama
 NUM_ADAPTERS, NUM_SLOTS = 64, 16
 RANKS = (8, 16, 32, 64)
 EXPONENT = 1.0
-VOCAB, PROMPT_TOKENS, ANSWER_TOKENS = 512, 24, 32
+VOCAB, PROMPT_TOKENS, CHECKED_TOKENS = 512, 24, 32
 HOST_SHARE = 0.4
 """Of all adapters, by size, that a replica's host memory holds."""
 FIRST_PER_S, MOST_PER_S = 8.0, 100.0
@@ -117,9 +121,9 @@ async def check(fleet: Fleet, base: Path, adapters: Mapping[str, Path]) -> None:
     """Refuse a fleet whose answers are not PEFT's."""
     prompt = tuple(range(1, PROMPT_TOKENS + 1))
     some = list(adapters)[:: len(adapters) // 3]
-    outcomes = await send(fleet.ask, [Arrival(0.0, name, prompt) for name in some], ANSWER_TOKENS)
+    outcomes = await send(fleet.ask, [Arrival(0.0, name, prompt) for name in some], CHECKED_TOKENS)
     for name, outcome in zip(some, outcomes, strict=True):
-        expected = reference_tokens(base, adapters[name], list(prompt), ANSWER_TOKENS)
+        expected = reference_tokens(base, adapters[name], list(prompt), CHECKED_TOKENS)
         require(outcome.tokens == expected, f"{fleet.arm}: {name} answers {outcome.tokens} ({outcome.error})")
 
 
@@ -174,7 +178,7 @@ class Measurement:
         )  # fmt: skip
         before = await self._fleet.slot_counts()
         psutil.cpu_percent()
-        outcomes = await send(self._fleet.ask, arrivals, ANSWER_TOKENS)
+        outcomes = await send(self._fleet.ask, arrivals, self._options.answer_tokens)
         machine_busy = psutil.cpu_percent() / 100
         await asyncio.sleep(1.0)
         after = await self._fleet.slot_counts()
@@ -221,7 +225,7 @@ def run_arm(
     compared, at_limit = found.compared, found.at_limit
     report(
         "affinity_fleet", arm=arm, replicas=num_replicas, slots=NUM_SLOTS, adapters=len(world.adapters),
-        model=options.model, sustained_per_s=found.limit_per_s,
+        model=options.model, answer_tokens=options.answer_tokens, sustained_per_s=found.limit_per_s,
         goodput_per_s=0.0 if at_limit is None else at_limit.goodput_per_s,
         is_most_tried=found.limit_per_s * 1.5 > MOST_PER_S, compared_per_s=found.compared_per_s,
         p50_ms=compared.p50_ms, p99_ms=compared.p99_ms, slot_hits=compared.slot_hits,
@@ -274,6 +278,7 @@ def compare(found: Mapping[tuple[str, int], Found]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=BYTES_PER_RANK, help="whose adapters are stood for")
+    parser.add_argument("--answer-tokens", type=int, default=32, help="tokens of an answer, of 30 ms each")
     parser.add_argument("--trial", type=float, default=16.0, help="seconds for which a rate is tried")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds at the rate at which all are compared")
     parser.add_argument("--warm-up", type=float, default=8.0, help="seconds of traffic before anything counts")

@@ -17,9 +17,9 @@ at that rate. Then each gets the highest rate that stock multiplexing sustains, 
 are compared. Answers come in few chunks, so that processors are not what saturates; how busy the machine was is in each
 line: where it is busy throughout, the figures are the machine's.
 
-What limits a fleet depends on the answers. An answer keeps its adapter in a slot, so that with long ones the adapters
-at work at the same time are as many as the slots: with 32 tokens at about 27 requests a second, on whichever replicas.
-With short ones (`--answer-tokens 8`) it is the loads that limit it, and what they wait for.
+What limits a fleet depends on the answers. With short ones, of 8 tokens, it is the loads, and what waits for them. Long
+ones keep their adapters in slots: with `--answer-tokens 32` as many adapters are at work as there are slots at about 27
+requests a second, whichever replicas they are on, and no router can help that.
 
 Prints a JSON line for each trial and each fleet, and one at the end with the goals. Before anything is timed, answers
 are compared with PEFT's. About half an hour on two cores.
@@ -278,7 +278,7 @@ def compare(found: Mapping[tuple[str, int], Found]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=BYTES_PER_RANK, help="whose adapters are stood for")
-    parser.add_argument("--answer-tokens", type=int, default=32, help="tokens of an answer, of 30 ms each")
+    parser.add_argument("--answer-tokens", type=int, default=8, help="tokens of an answer, of 30 ms each")
     parser.add_argument("--trial", type=float, default=16.0, help="seconds for which a rate is tried")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds at the rate at which all are compared")
     parser.add_argument("--warm-up", type=float, default=8.0, help="seconds of traffic before anything counts")

@@ -36,7 +36,7 @@ class ReplicaSettings(Settings):
         ),
     )
     stream_window_s: float = Field(
-        default=0.05,
+        default=0.075,
         ge=0,
         le=1,
         description=(

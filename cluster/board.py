@@ -183,7 +183,7 @@ class Board:
         index = self._index[replica_id]
         homes = [] if adapter is None else self._homes_now(adapter, self._holders(adapter))
         return terms(
-            adapter, self.view(replica_id), self.settings, mib=mib, is_granted=not homes or index in homes,
+            adapter, self.view(replica_id), self.settings, mib=mib, is_granted=adapter is None or index in homes,
             only_last=self._has_only_last(index),
         )  # fmt: skip
 
@@ -200,13 +200,12 @@ class Board:
             from_disk, from_memory = self._load_costs(mib)
             holders = self._holders(adapter)
             homes = self._homes_now(adapter, holders)
-            stray_ms = self._stray_ms if homes else 0.0
-            cost = from_disk + 2 * stray_ms
+            cost = from_disk + 2 * self._stray_ms
             # Asking each replica's own set beats an index of all, which every piece of news would have to change.
             for index in [index for index, names in enumerate(self._in_memory) if adapter in names]:
-                cost[index] = from_memory[index] + 2 * stray_ms
+                cost[index] = from_memory[index] + 2 * self._stray_ms
             for index in holders:
-                cost[index] = stray_ms
+                cost[index] = self._stray_ms
             for index in homes:
                 load_costs = from_memory if adapter in self._in_memory[index] else from_disk
                 cost[index] = 0.0 if index in holders else load_costs[index]
@@ -281,11 +280,15 @@ class Board:
         return [int(self._hash_order(adapter)[0])]
 
     def _homes_now(self, adapter: str, holders: AbstractSet[int]) -> list[int]:
-        """Where it belongs as things are: `_homes`, or who stands in for them; none where all replicas do."""
+        """Where it belongs as things are: `_homes`, and who stands in for them."""
         homes = self._homes(adapter)
         if holders:
             return [*homes, *holders] if holders.isdisjoint(homes) else homes
-        return [] if self._slot_wait_ms[homes].all() else homes
+        if not self._slot_wait_ms[homes].all():
+            return homes
+        most = self.settings.lend_below * self._total
+        lenders: list[int] = np.flatnonzero(self._in_flight * len(self.replica_ids) <= most).tolist()
+        return [*homes, *lenders]
 
     def _hash_order(self, adapter: str) -> Indices:
         """Replicas in rendezvous order, `[R]`."""

@@ -72,6 +72,7 @@ class Draft:
         self._slots: dict[str, list[int]] = {}
         self._homes: dict[str, int] = {}
         self._left: float = math.inf
+        self._are_short = len(shares) > self.num_slots
 
     # In this order
 
@@ -179,7 +180,7 @@ class Draft:
         home = self._homes.get(name)
         if home is not None and usable[home]:
             return home
-        if home is not None and number == 1 and self._can_serve(name, home):
+        if home is not None and number == 1 and self._can_serve(name, home) and self._are_short:
             # Its requests keep it in a slot there, too, if it is popular: no reason to move it.
             return None
         within = usable & (self._load + self._share(name) / number <= self._most)

@@ -59,11 +59,13 @@ class PlacementSettings:
     hold_ms: float = 1_000.0
     """How long a request keeps its adapter in a slot, where the handle has not measured it. An adapter without a slot
     waits for some part of this where requests keep all of a replica's: see `turnovers`."""
+    lend_below: float = 0.7
+    """A replica takes an adapter that is in no slot, and whose own replicas have none to give, as its own while it has
+    at most this part of the mean requests in flight. With more it would get too much of the work in the long run."""
     stray_ms: float = 10_000.0
     """Cost of a replica that the plan does not grant the adapter, while one that it does has it in a slot: a further
     copy takes a slot that others are sent there for, and they then take one from others again. So an adapter spreads
-    when its replicas are above the cap, and hardly before. Twice as much where it has no slot. Nothing where it is in
-    no slot, and requests of others keep all slots of its replicas."""
+    when its replicas are above the cap, and hardly before. Twice as much where it has no slot."""
     without: Sequence[str] = ()
     """Names of terms (`TERMS`) to leave out, to see what each is worth."""
 
@@ -165,7 +167,8 @@ def rank(
         settings: Weights and cap.
         mib: What the adapter takes in a slot, in MiB; 0: not known.
         granted: Replicas that a plan grants it; where none of them is there, the first in rendezvous order. Those that
-            hold it stand in for them while none of these does; while nobody does and these have no slot to give, all.
+            hold it stand in for them while none of these does. So do those with little to do, where nobody holds it and
+            these have no slot to give.
         prefix_ms: By replica id, the cost of computing the prompt there, less what its cache has.
 
     Returns:
@@ -177,7 +180,8 @@ def rank(
     if holders.isdisjoint(homes):
         homes = homes | holders
     if not holders and all(_slot_wait_ms(view, settings) for view in replicas if view.replica_id in homes):
-        homes = {view.replica_id for view in replicas}
+        most = settings.lend_below * sum(view.in_flight for view in replicas)
+        homes = homes | {view.replica_id for view in replicas if view.in_flight * len(replicas) <= most}
     num_copies = Counter(name for view in replicas for name in view.resident)
     scores = {}
     for view in replicas:

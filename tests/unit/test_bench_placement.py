@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.placement import TERMS
 from cluster.workloads import Workload
 from tests.bench.bench_placement import Point, main
 from tests.bench.placement_grid import Estimate, ablations, estimate, grid, held_out
@@ -38,7 +39,7 @@ def test_the_grid_has_what_it_should() -> None:
     assert {point.cv for point in points} >= {1.0, 8.0}
     assert {point.catalogue for point in points} >= {0.5, 16.0}
     assert {point.load for point in points} >= {0.5, 1.1}
-    assert len(ablations(10, [0])) == 2 * 10
+    assert len(ablations(10, [0])) == 2 * (2 + len(TERMS))
 
 
 def test_nothing_held_out_is_on_the_grid() -> None:

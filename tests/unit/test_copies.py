@@ -214,6 +214,15 @@ def test_slots_are_held_back_for_the_unpopular_only_where_there_are_not_enough_f
     assert max(loads(enough, zipf(30, 0.0)).values()) <= 6 / 30 + 1e-9
 
 
+def test_where_slots_are_enough_for_all_each_has_one_wherever_its_name_says() -> None:
+    number = sum(host.num_slots for host in HOSTS)
+    by_name = Counter(hash_order(f"a{i}", [host.replica_id for host in HOSTS])[0] for i in range(number))
+    assert max(by_name.values()) > HOSTS[0].num_slots, "by their names, more than fit"
+    made = plan(zipf(number, 0.0), HOSTS, SETTINGS)
+    assert all(len(ids) == 1 for ids in made.slots.values())
+    assert len(made.slots) == number
+
+
 def test_after_a_restart_what_is_in_slots_stays_there() -> None:
     work = zipf(300, 0.9)
     made = plan(work, HOSTS)

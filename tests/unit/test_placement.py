@@ -212,7 +212,7 @@ def test_an_adapter_without_a_slot_goes_where_one_is_to_be_had() -> None:
     slots: dict[str, Any] = {"num_slots": 4, "num_slots_used": 4}
 
     def first(busy_home: int, busy_other: int, **more: Any) -> str:
-        view = ReplicaView(home, num_busy=busy_home, **slots, **more)
+        view = ReplicaView(home, num_busy=busy_home, **slots, **{"in_flight": 3, **more})
         return rank("a", [view, ReplicaView(other, num_busy=busy_other, **slots)], SETTINGS)[0]
 
     assert first(3, 0) == home, "one is idle"
@@ -221,9 +221,11 @@ def test_an_adapter_without_a_slot_goes_where_one_is_to_be_had() -> None:
     assert first(6, 4) == other, "many wait there"
     assert first(9, 0, resident=frozenset("a")) == home, "it has one"
     assert first(9, 0, loading=frozenset("a")) == home, "it waits for one with others of its requests"
-    in_memory = {"in_memory": frozenset("a"), "load_ms_per_mib": {"host": 1.0, "disk": 1.0}}
+    in_memory: dict[str, Any] = {"in_memory": frozenset("a"), "load_ms_per_mib": {"host": 1.0, "disk": 1.0}}
     assert first(4, 3, hold_ms=1000.0, **in_memory) == home, "sooner there than its files are read elsewhere"
     assert first(4, 3, hold_ms=3000.0, **in_memory) == other
+    as_much = [ReplicaView(home, 3, num_busy=4, **slots), ReplicaView(other, 3, num_busy=3, **slots)]
+    assert rank("a", as_much, SETTINGS)[0] == home, "the other has as much to do"
     assert rank(None, [ReplicaView("r0", num_busy=9, **slots), ReplicaView("r1", 1, **slots)], SETTINGS)[0] == "r0"
 
 

@@ -57,7 +57,7 @@ class Board:
         self._hints: dict[str, frozenset[str]] = {}
         self._counts: dict[str, int] = {}
         self._busy: dict[str, int] = {}
-        self._hold_ms: float | None = None
+        self._hold_ms = settings.hold_ms
         self._capacities: dict[str, int] = {}
         self._arrange()
 
@@ -105,8 +105,8 @@ class Board:
             self._busy[replica_id] = num_busy
             self._weigh_slots(index)
 
-    def set_hold_ms(self, hold_ms: float | None) -> None:
-        """How long a request keeps its adapter in a slot, as measured; None: not known."""
+    def set_hold_ms(self, hold_ms: float) -> None:
+        """How long a request keeps its adapter in a slot, as measured."""
         self._hold_ms = hold_ms
         for index in range(len(self.replica_ids)):
             self._weigh_slots(index)
@@ -173,10 +173,22 @@ class Board:
     def view(self, replica_id: str) -> ReplicaView:
         """One replica as `rank` takes it."""
         state = self._states.get(replica_id, _UNKNOWN)
-        return replica_view(
-            replica_id, state, self.num_in_flight(replica_id), self._capacities[replica_id],
-            self._hints.get(replica_id, frozenset()), self._busy.get(replica_id, 0), self._hold_ms,
-        )  # fmt: skip
+        return ReplicaView(
+            replica_id=replica_id,
+            in_flight=self.num_in_flight(replica_id),
+            capacity=self._capacities[replica_id],
+            resident=state.resident,
+            in_memory=state.in_memory,
+            refused=state.refused | state.stalled,
+            loading=(state.loading | self._hints.get(replica_id, frozenset())) - state.resident,
+            num_slots=state.num_slots,
+            num_slots_used=state.num_slots_used,
+            num_busy=self._busy.get(replica_id, 0),
+            hold_ms=self._hold_ms,
+            is_stalled=state.is_stalled,
+            service_ms=state.service_ms,
+            load_ms_per_mib=state.load_ms_per_mib,
+        )
 
     def terms(self, adapter: str | None, replica_id: str, *, mib: float = 0.0) -> Terms:
         """The score of one replica, term by term."""
@@ -359,11 +371,11 @@ class Board:
         self._weigh_evictions({index, *touched})
 
     def _weigh_slots(self, index: int) -> None:
-        replica_id, hold_ms = self.replica_ids[index], self.settings.hold_ms if self._hold_ms is None else self._hold_ms
         if "busy" in self.settings.without:
             return
+        replica_id = self.replica_ids[index]
         num_slots = self._states.get(replica_id, _UNKNOWN).num_slots
-        wait_ms = turnovers(num_slots, self._busy.get(replica_id, 0)) * hold_ms
+        wait_ms = turnovers(num_slots, self._busy.get(replica_id, 0)) * self._hold_ms
         if wait_ms != self._slot_wait_ms[index]:
             self._slot_wait_ms[index] = wait_ms
             self._loads.clear()
@@ -386,32 +398,4 @@ class Board:
 
     def _has_only_last(self, index: int) -> bool:
         num_used = self._states.get(self.replica_ids[index], _UNKNOWN).num_slots_used
-        return num_used > 0 and self._residents.num_last(index) >= num_used
-
-
-def replica_view(
-    replica_id: str,
-    state: ReplicaState,
-    num_in_flight: int,
-    capacity: int,
-    hints: AbstractSet[str] = frozenset(),
-    num_busy: int = 0,
-    hold_ms: float | None = None,
-) -> ReplicaView:
-    """What `rank` needs of a replica, from what the fleet's table says and what this handle knows."""
-    return ReplicaView(
-        replica_id=replica_id,
-        in_flight=num_in_flight,
-        capacity=capacity,
-        resident=state.resident,
-        in_memory=state.in_memory,
-        refused=state.refused | state.stalled,
-        loading=(state.loading | hints) - state.resident,
-        num_slots=state.num_slots,
-        num_slots_used=state.num_slots_used,
-        num_busy=num_busy,
-        hold_ms=hold_ms,
-        is_stalled=state.is_stalled,
-        service_ms=state.service_ms,
-        load_ms_per_mib=state.load_ms_per_mib,
-    )
+        return 0 < num_used <= self._residents.num_last(index)

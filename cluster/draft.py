@@ -181,7 +181,7 @@ class Draft:
         if home is not None and usable[home]:
             return home
         if home is not None and number == 1 and self._can_serve(name, home) and self._are_short:
-            # Its requests keep it in a slot there, too, if it is popular: no reason to move it.
+            # Its requests keep it in a slot there, too, if it is popular: no reason to move it while others lack one.
             return None
         within = usable & (self._load + self._share(name) / number <= self._most)
         if not within.any():

@@ -7,9 +7,7 @@ from cluster.board import Board
 from cluster.fleet import ReplicaState
 from cluster.hold_time import HoldTime
 from cluster.placement import PlacementSettings
-
-HINT_MS = 2000.0
-"""A load this handle has caused counts as under way for this long, unless news shows it done."""
+from cluster.simulated_router import HINT_MS
 
 
 class SimulatedHandle:

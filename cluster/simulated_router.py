@@ -12,7 +12,7 @@ from cluster.simulated_replica import SimulatedReplica
 from cluster.workloads import MEAN_TOKENS
 
 HINT_MS = 2000.0
-"""A load that a handle has told of is shown for this long, unless the replica's slots show it done."""
+"""A load that a request brings about is believed for this long, unless the replica's slots show it done."""
 
 
 class SimulatedRouter:

@@ -121,6 +121,7 @@ def test_what_it_keeps_of_the_past_does_not_matter(news: list[tuple[str, object,
         fresh.set_state(name, state)
         fresh.set_in_flight(name, view.in_flight)
         fresh.set_busy(name, view.num_busy)
+        assert view.hold_ms is not None
         fresh.set_hold_ms(view.hold_ms)
     for adapter in (None, *ADAPTERS):
         assert board.order(adapter, mib=4.0) == fresh.order(adapter, mib=4.0)

@@ -121,7 +121,7 @@ def plan(
     copies, quiet = _num_copies(shares, hosts, settings, previous, min_copies)
     shortage = _shortage(shares, hosts, len(pinned), settings)
     draft = Draft(hosts, shares, firsts, len(pinned), settings.reserve * shortage, settings.tolerance)
-    least = settings.worth * shortage * sum(shares.values()) / max(1, draft.num_rooms)
+    least = settings.worth * shortage * math.fsum(shares.values()) / max(1, draft.num_rooms)
     chosen = _chosen(draft.num_rooms, least, shares, copies, before, settings, min_copies)
     for name in chosen:
         draft.keep(name, before.get(name, ()), copies.get(name, 1))

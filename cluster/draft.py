@@ -66,7 +66,7 @@ class Draft:
         self.num_rooms = int(self._room.sum())
         """Slots that can be promised."""
         speed = np.array([host.speed for host in hosts], dtype=np.float64)
-        self._due = sum(shares.values()) * speed / speed.sum()
+        self._due = math.fsum(shares.values()) * speed / speed.sum()
         self._most = self._due * (1 + tolerance)
         self._load = np.zeros(len(hosts))
         self._slots: dict[str, list[int]] = {}

@@ -17,25 +17,23 @@ class Cut(NamedTuple):
     """From how many rows on torch multiplies a layer's group faster than a kernel that reads B as it is stored.
 
     Measured with 8 groups a step on cores with AVX512-BF16 (`tests/bench/bench_kernels_cpu.py`). A group of fp32 costs
-    torch less from 48 + 256 / rank rows on, whatever the layer. One of bf16 costs it 27 us for each of its products,
-    beside what each row adds; in the kernel a row adds 25 ps more for each output column and rank, and 100 for its sum.
+    torch less from 48 + 256 / rank rows on, whatever the layer. One of bf16 costs it some 30 us for each of its
+    products, however few its rows are; the kernel has no such cost, but gets from its caches what torch keeps at hand.
 
     Attributes:
         is_bf16: Whether torch multiplies the layer in bf16; what it has to widen first costs it at least as in fp32.
-        out: Output columns of the layer.
-        projections: How many share them.
+        width: Of a rank's weights: of A for each of the projections, and of B for all of them. Only counts in bf16.
     """
 
     is_bf16: bool
-    out: int
-    projections: int
+    width: int = 0
 
     def is_short(self, rows: int, rank: int) -> bool:
         """Whether a group is too little for torch's matrix products."""
         if rows < MIN_LONG_ROWS or rows > MAX_SHORT_ROWS:
             return rows < MIN_LONG_ROWS
         if self.is_bf16:
-            return rows * (rank + 4) * self.out < 1_100_000 * (1 + self.projections)
+            return rows * rank * (self.width + 8_000) < 110_000_000
         return (rows - 48) * rank < 256
 
 

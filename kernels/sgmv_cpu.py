@@ -2,7 +2,8 @@
 
 Short groups (`kernels.loops`) go to `kernels.sgmv_native`, all of them in one call. Where that cannot be compiled, and
 for long groups, torch multiplies each group: in the activations' data type where the processor does, with fp32 sums and
-the low-rank rows rounded to it; else in fp32, rows and weights widened, and the result rounded once.
+the low-rank rows rounded to it, which the C kernel rounds alike; else in fp32, rows and weights widened, and the result
+rounded once.
 
 Temporaries have at most `MAX_TEMPORARY` elements, or those of one row of x and y.
 """
@@ -39,7 +40,7 @@ def sgmv_cpu(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, routing: Ro
         slices: Output widths of the S projections; they add up to OUT.
     """
     slices = tuple(slices)
-    for loop in routing.loops(layer_cut(x.dtype, slices)):
+    for loop in routing.loops(layer_cut(x.dtype, x.shape[1], slices)):
         rows, target = _rows(x, loop), _rows(y, loop)
         if not loop.is_short or (rows.dtype not in DTYPES and target.numel() > MAX_TEMPORARY):
             _add_long_loop(rows, a_stack, b_stack, target, loop, slices)
@@ -61,7 +62,7 @@ def sgmv_embed_cpu(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, rou
         y: `[T, OUT]`, bf16, fp16 or fp32, updated in place with one rounding.
         routing: The step's routing on the CPU.
     """
-    for loop in routing.loops(layer_cut(y.dtype, (y.shape[1],))):
+    for loop in routing.loops(layer_cut(y.dtype, 0, (y.shape[1],))):
         rows, target = _rows(ids, loop), _rows(y, loop)
         if loop.is_short and y.dtype in DTYPES and _is_native(b_stack):
             low = torch.empty(rows.shape[0], a_stack.shape[2])
@@ -73,9 +74,11 @@ def sgmv_embed_cpu(ids: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, rou
             _embed_segment(some_ids, a_stack, b_stack, some_rows, segment)
 
 
-def layer_cut(dtype: torch.dtype, slices: Sequence[int]) -> Cut:
-    """How a step's groups are cut in a layer: activations of a data type, projections of these widths."""
-    return Cut(dtype == torch.bfloat16 and _has_fast_bf16(), sum(slices), len(slices))
+def layer_cut(dtype: torch.dtype, width: int, slices: Sequence[int]) -> Cut:
+    """How a step's groups are cut in a layer: activations of a data type and width, projections of these widths."""
+    if dtype == torch.bfloat16 and _has_fast_bf16():
+        return Cut(is_bf16=True, width=len(slices) * width + sum(slices))
+    return Cut(is_bf16=False)
 
 
 def _is_native(b_stack: Tensor) -> bool:

@@ -1,6 +1,8 @@
 /* SGMV on the CPU: every weight is read once, in the order it lies in, straight from the stacks.
  *
- * Activations and weights are of one type, fp32 or bf16; what is between, v, and all sums are fp32.
+ * Activations and weights are of one type, fp32 or bf16; what is between, v, and all sums are fp32. Where the processor
+ * multiplies pairs of bf16 values, v of a bf16 group of two rows and more is rounded to bf16, as on a GPU and by torch's
+ * products: that is two to three times as fast.
  *
  * For each group with slot s and rows r, and each projection p with columns c of the output:
  *     v = x[r] @ a[s, p*R : p*R + rank].T          (fp32)
@@ -241,6 +243,90 @@ INLINE void expand_tile(
             add_rows(call, dtype, turned + i * size, group.rank, v, row, column + i * LANES, 1);
 }
 
+#ifdef __AVX512BF16__
+/* v of `count` rows, rounded to bf16; an odd rank gets a column of 0. */
+INLINE void round_pairs(const float *v, int64_t stride, int rank, uint32_t pairs[4][MAX_RANK / 2], int count) {
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < rank; j += LANES) {
+            __mmask16 live = rank - j >= LANES ? 0xffff : (__mmask16)((1 << (rank - j)) - 1);
+            __m256bh low = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(live, v + i * stride + j));
+            memcpy(pairs[i] + j / 2, &low, sizeof low);
+        }
+}
+
+/* turned[j] = columns 2 * j and 2 * j + 1 of 16 rows of B, an odd rank's last one beside 0. */
+INLINE void turn_pairs(const uint16_t *b, int64_t max_rank, int rank, f16 *turned) {
+    int pairs = (rank + 1) / 2;
+    turn(b, FP32, max_rank / 2, pairs, (f8 *)turned);
+    if (rank % 2) turned[pairs - 1] = (f16)((u16)turned[pairs - 1] & 0xffff);
+}
+
+/* Add 16 or 32 output columns, `blocks` of 16, to at most 4 rows of y. */
+INLINE void add_pairs(
+    const Call *call, const f16 *turned, int size, uint32_t pairs[4][MAX_RANK / 2], int num_pairs, int64_t row,
+    int column, int blocks, int count
+) {
+    __m512 sums[4][2];
+    for (int i = 0; i < 4; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+    for (int j = 0; j < num_pairs; j++)
+        for (int i = 0; i < 4; i++) {
+            __m512bh low = (__m512bh)_mm512_set1_epi32((int)pairs[i][j]);
+            for (int k = 0; k < blocks; k++)
+                sums[i][k] = _mm512_dpbf16_ps(sums[i][k], (__m512bh)turned[k * size + j], low);
+        }
+    for (int i = 0; i < count; i++)
+        for (int k = 0; k < blocks; k++) {
+            uint16_t *y = (uint16_t *)call->y + (row + i) * call->y_stride + column + k * LANES;
+            __m256bh sum = _mm512_cvtneps_pbh((__m512)(widened16(y) + (f16)sums[i][k]));
+            memcpy(y, &sum, sizeof sum);
+        }
+}
+
+/* What `expand_tile` does, v rounded; max_rank is even. */
+INLINE void expand_pairs(const Call *call, Group group, const uint16_t *b, const float *v, int column, int blocks) {
+    int64_t stride = (int64_t)call->projections * call->max_rank;
+    int num_pairs = (group.rank + 1) / 2, size = (num_pairs + 7) / 8 * 8;
+    f16 turned[TILE / LANES];
+    uint32_t pairs[4][MAX_RANK / 2] = {0};
+    for (int i = 0; i < blocks; i++)
+        turn_pairs(b + (int64_t)i * LANES * call->max_rank, call->max_rank, group.rank, turned + i * size);
+    for (int64_t row = group.start; row < group.stop; row += 4, v += 4 * stride) {
+        int count = row + 4 <= group.stop ? 4 : (int)(group.stop - row), i = 0;
+        round_pairs(v, stride, group.rank, pairs, count);
+        for (; i + 2 <= blocks; i += 2)
+            add_pairs(call, turned + i * size, size, pairs, num_pairs, row, column + i * LANES, 2, count);
+        if (i < blocks) add_pairs(call, turned + i * size, size, pairs, num_pairs, row, column + i * LANES, 1, count);
+    }
+}
+#endif
+
+/* Whether B's columns are multiplied in pairs. */
+INLINE int has_pairs(const Call *call, int dtype) {
+#ifdef __AVX512BF16__
+    return dtype == BF16 && call->max_rank % 2 == 0;
+#else
+    return 0;
+#endif
+}
+
+/* Add as many blocks of 16 output columns as `TILE` holds of B, at most `blocks`, to all rows of a group; how many. */
+INLINE int expand_blocks(
+    const Call *call, int dtype, Group group, const void *b, const float *v, int column, int blocks
+) {
+    int most = TILE / LANES / ((group.rank + 7) / 8 * 8);
+#ifdef __AVX512BF16__
+    if (has_pairs(call, dtype)) {
+        most = TILE / LANES / (((group.rank + 1) / 2 + 7) / 8 * 8);
+        if (blocks > most) blocks = most;
+        expand_pairs(call, group, b, v, column, blocks);
+        return blocks;
+    }
+#endif
+    if (blocks > most) blocks = most;
+    expand_tile(call, dtype, group, b, v, column, blocks);
+    return blocks;
+}
+
 /* A group's output columns [first, last), all of one projection. */
 INLINE void expand_columns(
     const Call *call, int dtype, Group group, const float *low, int projection, int first, int last
@@ -248,15 +334,13 @@ INLINE void expand_columns(
     int64_t stride = (int64_t)call->projections * call->max_rank, max_rank = call->max_rank;
     const void *b = at(call->b, dtype, (int64_t)group.slot * call->out * max_rank);
     const float *v = low + (int64_t)projection * max_rank;
-    int column = first;
-    if (group.stop - group.start < 4) {
+    int column = first, few = has_pairs(call, dtype) ? 2 : 4;
+    if (group.stop - group.start < few) {
         for (; column + 8 <= last; column += 8) expand8(call, dtype, group, at(b, dtype, column * max_rank), v, column);
     } else {
-        int most = TILE / LANES / ((group.rank + 7) / 8 * 8);
-        while (column + LANES <= last) {
-            int blocks = (last - column) / LANES < most ? (last - column) / LANES : most;
-            expand_tile(call, dtype, group, at(b, dtype, column * max_rank), v, column, blocks);
-            column += blocks * LANES;
+        for (int blocks; (blocks = (last - column) / LANES) > 0;) {
+            const void *some = at(b, dtype, column * max_rank);
+            column += LANES * expand_blocks(call, dtype, group, some, v, column, blocks);
         }
     }
     for (; column < last; column++)

@@ -23,8 +23,8 @@ MAX_RANK = 256
 _SMALLEST_SHARE = 1 << 15
 """Products that a thread should have at least: about 5 us, three times what waking it up takes."""
 
-_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-8}
-"""Of sums of 41 and 13 products of numbers about 1, added up in fp32: those of bf16, but for the result's rounding."""
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-7}
+"""Of sums of 41 and 13 products of numbers about 1, by the largest: added up in fp32, in bf16 with what is rounded."""
 
 
 def sgmv_native(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, loop: Loop, slices: tuple[int, ...]) -> None:
@@ -93,11 +93,11 @@ def sgmv_function() -> Any | None:
 def _fault(functions: tuple[Any, ...]) -> str | None:
     """What is wrong with the function, found by a small product in each data type; None where it is right."""
     (function,) = functions
-    slices, rank, slots = (9, 24), 13, ((1, 0, 1, 13), (0, 1, 6, 5))
+    slices, rank, slots = (9, 24), 14, ((1, 0, 1, 14), (0, 1, 6, 5), (1, 6, 8, 13))
     for dtype, tolerance in _TOLERANCES.items():
         with torch.inference_mode(False), torch.no_grad():
             generator = torch.Generator().manual_seed(0)
-            sizes = (6, 41), (2, 26, 41), (2, 33, 13), (6, 33)
+            sizes = (8, 41), (2, 2 * rank, 41), (2, 33, rank), (8, 33)
             x, a, b, y = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
             expected = y.double()
             for slot, start, stop, live in slots:
@@ -107,7 +107,7 @@ def _fault(functions: tuple[Any, ...]) -> str | None:
                     low = x[start:stop].double() @ a[slot, p * rank : p * rank + live].double().t()
                     target[start:stop] += low @ weights[:, :live].double().t()
             _call(function, x, a, b, y, Loop(tuple(Segment(*slot) for slot in slots)), slices)
-            wrong = float(((y.double() - expected).abs() / expected.abs().clamp(min=1)).max())
+            wrong = float((y.double() - expected).abs().max() / expected.abs().max())
         if not wrong < tolerance:
             return f"a product of its in {dtype} differs by {wrong:g} from what is right"
     return None

@@ -55,7 +55,7 @@ class Ours:
             self._shape, self._checked = shape, set()
         self._routing = replace(step.routing)
         for site in self._weights.sites:
-            self._routing.loops(layer_cut(step.dtype, site.slices))
+            self._routing.loops(layer_cut(step.dtype, site.in_features, site.slices))
 
     def add(self, x: Tensor, y: Tensor, layer: int, site: int) -> None:
         """One call; its arguments are checked at the first of its shape, as a LoRA layer has it."""

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kernels.loops import MAX_SHORT_ROWS, MIN_LONG_ROWS, Cut, loops
 
-FP32 = Cut(is_bf16=False, out=576, projections=1)
+FP32 = Cut(is_bf16=False)
 
 GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 300)), max_size=12)
 
@@ -46,20 +46,20 @@ def test_a_group_is_long_by_its_rows_and_its_rank() -> None:
 
 
 def test_a_bf16_group_is_long_by_its_layer_too() -> None:
-    assert longest_short(Cut(is_bf16=True, out=576, projections=1)) == [224, 224, 224, 190, 56, 14]
-    assert longest_short(Cut(is_bf16=True, out=3072, projections=2)) == [214, 134, 89, 53, 15, 4]
-    assert longest_short(Cut(is_bf16=True, out=49152, projections=1)) == [8, 5, 4, 4, 4, 4]
+    assert longest_short(Cut(is_bf16=True, width=2 * 576)) == [224, 224, 224, 224, 187, 46]
+    assert longest_short(Cut(is_bf16=True, width=2 * 576 + 3072)) == [224, 224, 224, 224, 140, 35]
+    assert longest_short(Cut(is_bf16=True, width=576 + 49152)) == [224, 224, 224, 119, 29, 7]
 
 
 def test_groups_of_rank_zero_add_nothing() -> None:
     assert loops([(1, 0, 4)], [8, 0], FP32) == ()
 
 
-@given(slots_and_lengths=GROUPS, is_bf16=st.booleans(), out=st.integers(1, 5000), projections=st.integers(1, 3))
+@given(slots_and_lengths=GROUPS, is_bf16=st.booleans(), width=st.integers(0, 50_000))
 def test_loops_hold_every_row_once_with_its_own_slot(
-    slots_and_lengths: list[tuple[int, int]], is_bf16: bool, out: int, projections: int
+    slots_and_lengths: list[tuple[int, int]], is_bf16: bool, width: int
 ) -> None:
-    cut = Cut(is_bf16, out, projections)
+    cut = Cut(is_bf16, width)
     slot_ranks = [slot % 5 for slot in range(16)]
     groups = groups_of(slots_and_lengths)
     found: dict[int, int] = {}

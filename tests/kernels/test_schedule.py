@@ -173,7 +173,7 @@ def test_a_part_of_the_step_has_the_groups_of_the_slots_asked_for() -> None:
     assert part is not None
     assert part.groups == (Group(2, 5, 6), Group(0, 6, 9))
     assert part.slots == {0, 2}
-    assert [(loop.start, loop.stop) for loop in part.loops(Cut(False, 8, 1))] == [(5, 9)]
+    assert [(loop.start, loop.stop) for loop in part.loops(Cut(is_bf16=False))] == [(5, 9)]
     # Equal parts are cut once a step.
     assert routing.among(frozenset({0, 2})) is part
     assert routing.among(frozenset({1, 3})) is None

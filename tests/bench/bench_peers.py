@@ -13,6 +13,7 @@ Prints one JSON line per point and system, and one per goal; writes them, tables
 something where nothing else runs: every line has the machine's load.
 
 Decode rate: B * (N - 1) / (T(N) - T(1)); prefill rate: B * P / T(1), for B rows, prompts of P tokens, answers of N.
+Where the steps of a system can be seen (`ours`, `vllm`), `together_tok_s` is the rate of those after every row's first.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.bench.peers.protocol import Names, System, serve
+from tests.bench.peers.protocol import Generated, Names, System, serve
 
 PAGE_TOKENS = 32
 
@@ -22,14 +22,14 @@ class Generate:
         self._model = _base(settings)
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[list[int]], names: Names, num_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], names: Names, num_tokens: int) -> Generated:
         """Greedy answers of exactly `num_tokens` tokens."""
         ids = torch.tensor(list(prompts))
         answers = self._model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
             pad_token_id=0, **self._options(names),
         )  # fmt: skip
-        return answers[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+        return answers[:, ids.shape[1] :].tolist(), None
 
     @torch.no_grad()
     def margin(self, prompt: list[int], name: str | None) -> float:
@@ -82,7 +82,7 @@ class Continuous:
         self._manager = self._model.init_continuous_batching(generation, config)
         self._manager.start()
 
-    def generate(self, prompts: Sequence[list[int]], names: Names, num_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], names: Names, num_tokens: int) -> Generated:
         """Greedy answers of exactly `num_tokens` tokens."""
         assert not any(names), "a base model has no adapters"
         asked = self._manager.add_requests(inputs=list(prompts), max_new_tokens=num_tokens)
@@ -96,7 +96,7 @@ class Continuous:
                 raise RuntimeError(result.error)
             elif result.is_finished():
                 answers[result.request_id] = result.generated_tokens
-        return [answers[name] for name in asked]
+        return [answers[name] for name in asked], None
 
     def margin(self, prompt: list[int], name: str | None) -> float:
         """Not asked of what is compared with the reference."""

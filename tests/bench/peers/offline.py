@@ -37,8 +37,8 @@ def check(
                     compared.wait_until_ready(START_S)
                     for point in asked:
                         if point not in right:
-                            right[point] = peer.generate(point.prompts(), point.names, _num_checked(point))[0]
-                        found, _ = compared.generate(point.prompts(), point.names, _num_checked(point))
+                            right[point] = peer.generate(point.prompts(), point.names, _num_checked(point)).tokens
+                        found = compared.generate(point.prompts(), point.names, _num_checked(point)).tokens
                         if not _agree(point, found, right[point], peer):
                             wrong.add((system.name, point))
                             error = f"fp32 tokens differ from {reference.name}'s"
@@ -74,6 +74,7 @@ class _Turn:
     first_s: float = float("inf")
     wall_s: float = float("inf")
     slowest_s: float = 0.0
+    together_tok_s: float | None = None
 
     def warm(self) -> None:
         """Once, untimed: what is allocated or chosen at a batch's first time is not part of it."""
@@ -85,17 +86,20 @@ class _Turn:
         """Time a first token and a whole answer."""
         prompts, names = self.point.prompts(), self.point.names
         self.peer.resume()
-        self.first_s = min(self.first_s, self.peer.generate(prompts, names, 1)[1])
-        wall_s = self.peer.generate(prompts, names, self.point.new_tokens)[1]
+        self.first_s = min(self.first_s, self.peer.generate(prompts, names, 1).wall_s)
+        _, wall_s, rate = self.peer.generate(prompts, names, self.point.new_tokens)
         self.peer.pause()
         self.wall_s, self.slowest_s = min(self.wall_s, wall_s), max(self.slowest_s, wall_s)
+        if rate is not None:
+            self.together_tok_s = max(self.together_tok_s or 0.0, rate)
 
     def line(self) -> dict[str, object]:
         """Its figures."""
         line: dict[str, object] = {"system": self.system.name, **self.point.figures()}
         if self.beside is not None:
             line["beside"] = self.beside
-        return {**line, **rates(self.point, self.first_s, self.wall_s), "slowest_s": self.slowest_s}
+        line |= rates(self.point, self.first_s, self.wall_s)
+        return {**line, "together_tok_s": self.together_tok_s, "slowest_s": self.slowest_s}
 
 
 def rates(point: Point, first_s: float, wall_s: float) -> dict[str, float | None]:

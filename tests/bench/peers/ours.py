@@ -10,7 +10,7 @@ import torch
 from lora_core.config import EngineConfig, LoRAConfig
 from lora_core.engine.engine import LLMEngine
 from lora_core.messages import GenerateRequest, SamplingParams
-from tests.bench.peers.protocol import Names, serve
+from tests.bench.peers.protocol import Answers, Generated, Names, serve
 
 
 class Ours:
@@ -37,18 +37,19 @@ class Ours:
         gc.collect()
         gc.freeze()
 
-    def generate(self, prompts: Sequence[list[int]], names: Names, num_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], names: Names, num_tokens: int) -> Generated:
         """Greedy answers of exactly `num_tokens` tokens."""
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         for row, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
             self._engine.add_request(GenerateRequest(str(row), prompt, sampling, name))
-        answers: list[list[int]] = [[] for _ in names]
+        answers = Answers(len(names))
         while self._engine.has_work():
-            for delta in self._engine.step():
+            deltas = self._engine.step()
+            for delta in deltas:
                 if delta.error is not None:
                     raise RuntimeError(delta.error)
-                answers[int(delta.request_id)] += delta.token_ids
-        return answers
+            answers.add((int(delta.request_id), delta.token_ids) for delta in deltas)
+        return answers.tokens, answers.together_tok_s
 
     def margin(self, prompt: list[int], name: str | None) -> float:
         """Not asked of what is compared with the reference."""

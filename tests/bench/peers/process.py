@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -143,6 +143,20 @@ class Child:
             return []
 
 
+class Answered(NamedTuple):
+    """A batch's answers.
+
+    Attributes:
+        tokens: Of each row.
+        wall_s: What they took.
+        together_tok_s: Tokens per second of all rows, from when each had its first; None where that cannot be seen.
+    """
+
+    tokens: list[list[int]]
+    wall_s: float
+    together_tok_s: float | None
+
+
 class Peer(Child):
     """A process that speaks `tests.bench.peers.protocol`, from when it was told its settings."""
 
@@ -162,15 +176,13 @@ class Peer(Child):
         versions: dict[str, str] = self._answer(timeout_s)["ready"]
         return versions
 
-    def generate(
-        self, prompts: Sequence[list[int]], names: Names, num_tokens: int, timeout_s: float = 900
-    ) -> tuple[list[list[int]], float]:
-        """Greedy answers of `num_tokens` tokens each, and the seconds they took. Raises PeerFailed."""
+    def generate(self, prompts: Sequence[list[int]], names: Names, num_tokens: int, timeout_s: float = 900) -> Answered:
+        """Greedy answers of `num_tokens` tokens each. Raises PeerFailed."""
         self._tell({"do": "generate", "prompts": prompts, "names": names, "num_tokens": num_tokens})
         answer = self._answer(timeout_s)
         if [len(tokens) for tokens in answer["tokens"]] != [num_tokens] * len(prompts):
             raise self.failed(f"asked {len(prompts)} times for {num_tokens} tokens, it answered otherwise")
-        return answer["tokens"], answer["wall_s"]
+        return Answered(**answer)
 
     def margin(self, prompt: list[int], name: str | None) -> float:
         """How far apart the two likeliest next tokens are, in logits. Raises PeerFailed."""

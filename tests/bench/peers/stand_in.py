@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.bench.peers.protocol import Names, serve
+from tests.bench.peers.protocol import Generated, Names, serve
 
 VOCAB = 1000
 
@@ -27,8 +27,8 @@ class StandIn:
             print("a library's greeting")
         self._step_s = settings.get("step_s", 0.0)
 
-    def generate(self, prompts: Sequence[list[int]], names: Names, num_tokens: int) -> list[list[int]]:
-        """The sums that follow each prompt."""
+    def generate(self, prompts: Sequence[list[int]], names: Names, num_tokens: int) -> Generated:
+        """The sums that follow each prompt, as if given one a second."""
         if self._fault == "hang":
             time.sleep(600)
         if self._fault == "refuse":
@@ -44,7 +44,7 @@ class StandIn:
         time.sleep(self._step_s * num_tokens)
         if self._fault == "wrong" and any(names):
             answers[-1][-1] += 1
-        return answers[:-1] if self._fault == "short" else answers
+        return (answers[:-1] if self._fault == "short" else answers), float(len(names))
 
     def margin(self, prompt: list[int], name: str | None) -> float:
         """Every token is the clear choice."""

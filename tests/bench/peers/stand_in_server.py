@@ -25,7 +25,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(404, {"error": {"message": f"no model {body['model']!r}"}})
             return
         name = None if body["model"] == self.models[0] else body["model"]
-        tokens = StandIn({}).generate([body["prompt"]], [name], body["max_tokens"])[0]
+        tokens = StandIn({}).generate([body["prompt"]], [name], body["max_tokens"])[0][0]
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(tokens)}
         self._answer(200, {"choices": [{"text": str(tokens)}], "usage": usage})
 

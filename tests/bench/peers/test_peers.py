@@ -16,6 +16,7 @@ from tests.bench import bench_peers
 from tests.bench.peers import goals, offline, over_http, stand_in, table
 from tests.bench.peers.points import Point, Results, all_points
 from tests.bench.peers.process import ROOT, Peer, PeerFailed
+from tests.bench.peers.protocol import Answers
 from tests.bench.peers.servers import ServerKind
 from tests.bench.peers.systems import REFERENCE, SYSTEMS, System, Workplace
 
@@ -47,11 +48,26 @@ def _children() -> set[int]:
 @pytest.mark.parametrize("peer", [None, "chatty"], indirect=True)
 def test_a_peer_answers_whatever_its_libraries_print(peer: Peer) -> None:
     assert list(peer.wait_until_ready(20)) == ["psutil"]
-    tokens, wall_s = peer.generate([[1, 2], [3]], ["a1", None], 2)
+    tokens, wall_s, rate = peer.generate([[1, 2], [3]], ["a1", None], 2)
     assert [row[0] for row in tokens] == [stand_in.next_token([1, 2], "a1"), stand_in.next_token([3], None)]
     assert tokens[1][1] == stand_in.next_token([3, tokens[1][0]], None)
     assert wall_s > 0
+    assert rate == 2.0
     assert peer.margin([1], None) == 1.0
+
+
+def test_only_steps_after_every_first_token_count_as_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 15.0, 15.5, 16.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    answers = Answers(2)
+    answers.add([(0, [5])])
+    answers.add([(0, [6]), (1, [])])
+    answers.add([(1, [7]), (0, [8])])
+    assert answers.together_tok_s is None
+    answers.add([(0, [9]), (1, [1])])
+    answers.add([(1, [2])])
+    assert answers.tokens == [[5, 6, 8, 9], [7, 1, 2]]
+    assert answers.together_tok_s == 3 / 1.0
 
 
 @pytest.mark.parametrize(
@@ -209,10 +225,11 @@ def test_a_server_that_answers_otherwise_is_named(place: Workplace) -> None:
 
 def test_a_page_tells_what_was_not_timed() -> None:
     line = {"system": "ours", **SMALL.figures(), "decode_tok_s": None, "prefill_tok_s": 2.0, "wall_s": 3.0}
+    line["together_tok_s"] = 4.0
     versions = {"system": "ours", "versions": {"torch": "2.13.0", "transformers": "5.24.0"}}
     page = table.markdown([versions, line, {"system": "vllm", "error": "it <failed>"}], "One machine.")
     assert "- ours: torch 2.13.0, transformers 5.24.0" in page
-    assert "| ours | 3 | 2 | 1 | 4 | None | 2.0 | 3.0 |" in page
+    assert "| ours | 3 | 2 | 1 | 4 | None | 4.0 | 2.0 | 3.0 |" in page
     assert "- vllm: it <failed>" in page
     assert "<svg" in table.plot([line])
 

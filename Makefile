@@ -56,7 +56,7 @@ $(LM_EVAL)/.installed:
 	touch $@
 
 test: check browser prometheus lm-eval
-	$(BIN)/python -m pytest
+	$(BIN)/python -X faulthandler -m pytest
 	$(MAKE) test-triton36
 
 # What the kernels compile to for GPUs that are not here.
@@ -65,7 +65,7 @@ kernels-static: setup
 
 # The kernels' tests on the oldest Triton they run on; the tests themselves check that it is that one.
 test-triton36: setup $(TRITON36)/.installed
-	EXPECTED_TRITON=3.6.0 PYTHONPATH=$(TRITON36) $(BIN)/python -m pytest tests/kernels \
+	EXPECTED_TRITON=3.6.0 PYTHONPATH=$(TRITON36) $(BIN)/python -X faulthandler -m pytest tests/kernels \
 	    $(foreach name,static bench_cpu linear_cpu pieces sgmv_cpu,--ignore tests/kernels/test_$(name).py)
 
 $(TRITON36)/.installed: $(INSTALLED)

@@ -54,7 +54,7 @@ class KeptGauge:
 
 
 class GaugeKeeper:
-    """Keeps gauges for as long as they live, by a thread that starts with the first one.
+    """Keeps gauges for as long as they live, by a thread that starts with the first one and ends after the last.
 
     Args:
         every_s: How often each is kept.
@@ -75,12 +75,22 @@ class GaugeKeeper:
                 self._thread.start()
 
     def _run(self) -> None:
-        while True:
+        while self._is_needed():
             time.sleep(self._every_s)
-            with self._lock:
-                gauges = list(self._gauges)
-            for gauge in gauges:
-                gauge.keep()
+            self._keep()
+
+    def _is_needed(self) -> bool:
+        with self._lock:
+            if not self._gauges:
+                self._thread = None
+            return self._thread is not None
+
+    def _keep(self) -> None:
+        # In a function of its own: what it names lives no longer than that.
+        with self._lock:
+            gauges = list(self._gauges)
+        for gauge in gauges:
+            gauge.keep()
 
 
 KEEPER = GaugeKeeper()

@@ -4,6 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
+from tests.run_end import pytest_sessionfinish as pytest_sessionfinish
+
 # Triton reads this when its modules are first imported, which torch may do: it must come before torch.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -66,10 +66,17 @@ def test_what_is_set_meanwhile_comes_last(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown("sum") == {(): 6}
 
 
-def test_a_thread_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_keeps_them_for_as_long_as_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     again = threading.Event()
     monkeypatch.setattr(KeptGauge, "keep", lambda _: again.set())
-    gauge = KeptGauge("slots", "Slots.")
     keeper = GaugeKeeper(every_s=0.01)
-    keeper.add(gauge)
-    assert again.wait(10)
+    for _ in range(2):
+        gauge = KeptGauge("slots", "Slots.")
+        keeper.add(gauge)
+        thread = keeper._thread
+        assert thread is not None
+        assert again.wait(10)
+        del gauge
+        thread.join(10)
+        assert not thread.is_alive()
+        again.clear()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from lora_core.portable import portable
 from lora_core.types import LoRAOperation, LoRARequest
 
 MAX_CHANGES_KEPT = 10_000
@@ -24,6 +25,7 @@ def topic_of(request: LoRARequest) -> Topic:
     return Topic(request.lora_name, request.operation in (LoRAOperation.PIN, LoRAOperation.UNPIN))
 
 
+@portable
 class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step of the desired state, as replicas apply it."""
 

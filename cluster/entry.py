@@ -5,11 +5,13 @@ from typing import Literal
 import msgspec
 
 from cluster.journal import AdapterRow
+from lora_core.portable import portable
 from lora_core.types import LoadReport, LoRAOperation, LoRARequest
 
 EntryState = Literal["loading", "ready", "unloading"]
 
 
+@portable
 class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What was asked for of one adapter, and what it is: all that operators see, too."""
 

@@ -9,6 +9,7 @@ import msgspec
 
 from cluster.changes import Change, Topic
 from cluster.entry import AdapterEntry
+from lora_core.portable import portable
 from lora_core.types import LoadReport, LoRAResponse, LoRAStatus
 
 ROUTER_ACTOR = "adapter_router"
@@ -40,6 +41,7 @@ def _unpacked_registration(packed: bytes) -> Registration:
     return msgspec.msgpack.decode(packed, type=Registration)
 
 
+@portable
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a change ended on one replica. Those of different names come in any order."""
 
@@ -49,6 +51,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     response: LoRAResponse
 
 
+@portable
 class LoadOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a load, unload, pin or unpin ended over the whole fleet."""
 
@@ -64,6 +67,7 @@ class LoadOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas that do not serve the adapter yet, and are asked again, where the status is PARTIAL."""
 
 
+@portable
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """A change that a replica refused, and is asked for again."""
 
@@ -75,6 +79,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until it is asked again; 0 while it is being asked."""
 
 
+@portable
 class LastError(msgspec.Struct, frozen=True, kw_only=True):
     """What last went wrong, and when."""
 
@@ -82,6 +87,7 @@ class LastError(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+@portable
 class AdapterInFleet(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter that can be asked for, in detail."""
 
@@ -95,6 +101,7 @@ class AdapterInFleet(msgspec.Struct, frozen=True, kw_only=True):
     """Replica id -> when a replica that does not serve it is asked again."""
 
 
+@portable
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """What one live replica holds, of the adapters now served (other generations are left out)."""
 
@@ -125,6 +132,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it gets no more requests, and ends with the last it has."""
 
 
+@portable
 class SlotWishes(msgspec.Struct, frozen=True, kw_only=True):
     """What the router actor wants of one replica's slots; holds until it says otherwise."""
 
@@ -136,6 +144,7 @@ class SlotWishes(msgspec.Struct, frozen=True, kw_only=True):
     """Rises with each change of what is wished of this replica."""
 
 
+@portable
 class Alias(msgspec.Struct, frozen=True, kw_only=True):
     """A name that stands for weighted adapters, as for a canary."""
 
@@ -146,6 +155,7 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
     """Epoch of its last change."""
 
 
+@portable
 class AliasInFleet(msgspec.Struct, frozen=True, kw_only=True):
     """An alias, and where a rollback would lead."""
 
@@ -154,6 +164,7 @@ class AliasInFleet(msgspec.Struct, frozen=True, kw_only=True):
     """What it stood for earlier, the latest first: a rollback goes back to the first."""
 
 
+@portable
 class FleetTable(msgspec.Struct, frozen=True, kw_only=True):
     """One consistent view of the fleet; a higher version of the same router is newer."""
 

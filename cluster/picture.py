@@ -15,6 +15,7 @@ from cluster.member import Member
 from cluster.names import served_name, staged_name
 from cluster.slot_ages import SlotAges
 from cluster.status import FleetReport, ReplicaReport
+from lora_core.portable import portable
 from lora_core.workload import AdapterWork, SlotCounts
 
 MOST_ADAPTERS = 100
@@ -29,6 +30,7 @@ Place = Literal["slot", "loading", "queue"]
 """In a slot, on its way into one, or neither, with requests that wait."""
 
 
+@portable
 class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     """What has to do with one replica's slots: an adapter there, or the base model, which needs none."""
 
@@ -44,6 +46,7 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool
 
 
+@portable
 class ReplicaPicture(msgspec.Struct, frozen=True, kw_only=True):
     """One replica. Fields that `cluster.status.ReplicaReport` has, too, mean the same."""
 
@@ -69,6 +72,7 @@ class ReplicaPicture(msgspec.Struct, frozen=True, kw_only=True):
     fault: str | None
 
 
+@portable
 class AdapterPicture(msgspec.Struct, frozen=True, kw_only=True):
     """One desired adapter."""
 
@@ -89,6 +93,7 @@ class AdapterPicture(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas that cannot serve it."""
 
 
+@portable
 class FleetPicture(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet at one moment."""
 

@@ -14,6 +14,7 @@ from cluster.member import Member, names_served
 from cluster.names import served_name, staged_name
 from cluster.progress import BASE
 from cluster.verdict import text_of
+from lora_core.portable import portable
 from lora_core.types import LoRAStatus
 from lora_core.workload import AdapterWork
 
@@ -24,6 +25,7 @@ Tier = Literal["slot", "host", "disk", "none"]
 """The best place where a replica has an adapter's tensors: "disk" is the folder it loads them from."""
 
 
+@portable
 class AdapterOnReplica(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter's part in one replica."""
 
@@ -50,6 +52,7 @@ class AdapterReport(AdapterFacts, frozen=True, kw_only=True, gc=True):
     last_error: LastError | None
 
 
+@portable
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """One replica with a current lease."""
 
@@ -81,6 +84,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it gets no more requests, and ends with the last it has."""
 
 
+@portable
 class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet as a whole."""
 

@@ -7,6 +7,7 @@ import msgspec
 
 from cluster.entry import AdapterEntry
 from cluster.fleet import Alias, FleetTable, ReplicaState
+from lora_core.portable import portable
 
 Value = TypeVar("Value")
 
@@ -23,6 +24,7 @@ class NamesChange(NamedTuple):
     removed: tuple[str, ...]
 
 
+@portable
 class RowChange(msgspec.Struct, frozen=True):
     """How a replica's row differs from what it was."""
 
@@ -32,6 +34,7 @@ class RowChange(msgspec.Struct, frozen=True):
     """Field -> new value, for the other fields that changed."""
 
 
+@portable
 class TableDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What leads from one version of a table to the next. None stands for what is gone."""
 
@@ -62,11 +65,14 @@ def row_change(old: ReplicaState, new: ReplicaState) -> RowChange:
 
 
 def changed_row(old: ReplicaState, change: RowChange) -> ReplicaState:
-    """The row that `change` leads to from `old`."""
+    """The row that `change` leads to from `old`, but for fields that this version of the project does not have."""
     sets = {
-        field: getattr(old, field).difference(names.removed).union(names.added) for field, names in change.names.items()
+        field: getattr(old, field).difference(names.removed).union(names.added)
+        for field, names in change.names.items()
+        if field in NAME_SETS
     }
-    return msgspec.structs.replace(old, **sets, **change.figures)
+    figures = {field: value for field, value in change.figures.items() if field in FIGURES}
+    return msgspec.structs.replace(old, **sets, **figures)
 
 
 def differences(old: Mapping[str, Value], new: Mapping[str, Value | None]) -> dict[str, Value | None]:

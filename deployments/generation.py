@@ -6,8 +6,10 @@ import msgspec
 
 from lora_core import errors
 from lora_core.messages import FinishReason, SamplingParams, Timeline
+from lora_core.portable import portable
 
 
+@portable
 class CallRules(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer's tool calls are held to, token by token."""
 
@@ -22,6 +24,7 @@ class CallRules(msgspec.Struct, frozen=True, kw_only=True):
     """Unset: several."""
 
 
+@portable
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue, as messages, text or token ids: exactly one of the three is set."""
 
@@ -62,6 +65,7 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """Of the span it belongs to, as the W3C writes it; empty: it is not traced."""
 
 
+@portable
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Ends an answer, mostly before its first chunk: what an adapter or the call itself is to blame for. Raised by
     whoever asked.
@@ -79,6 +83,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
         return kind(self.message)
 
 
+@portable
 class ScoredToken(msgspec.Struct, frozen=True):
     """A token in words, with the natural logarithm of its probability."""
 
@@ -93,6 +98,7 @@ class ScoredToken(msgspec.Struct, frozen=True):
     """Not part of any text: it stands for itself, as `<|im_end|>` does."""
 
 
+@portable
 class SlotSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's adapter slots at one moment, of the adapters that admit requests there."""
 
@@ -109,6 +115,7 @@ class SlotSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that the replica has requests for, or that are pinned, wherever they are: as of this reply."""
 
 
+@portable
 class ToolCall(msgspec.Struct, frozen=True):
     """One function that the model wants called."""
 
@@ -118,6 +125,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     """JSON."""
 
 
+@portable
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The next piece of an answer: whole characters of text, and the tokens that have arrived since the last one."""
 

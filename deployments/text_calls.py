@@ -4,7 +4,10 @@ from typing import Any
 
 import msgspec
 
+from lora_core.portable import portable
 
+
+@portable
 class TextCall(msgspec.Struct, frozen=True, kw_only=True):
     """A text or a chat to cut into tokens: one of `prompt` and `messages` is set."""
 
@@ -17,12 +20,14 @@ class TextCall(msgspec.Struct, frozen=True, kw_only=True):
     """Tell each token as its vocabulary writes it, too."""
 
 
+@portable
 class TokensCall(msgspec.Struct, frozen=True):
     """Token ids to write as text."""
 
     token_ids: list[int]
 
 
+@portable
 class TextTokens(msgspec.Struct, frozen=True):
     """The tokens of a text."""
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from lora_core.portable import portable
 from lora_core.types import AdapterRef
 from lora_core.workload import Workload
 
@@ -17,6 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 ConstraintKind = Literal["json_schema", "regex", "grammar"]
 
 
+@portable
 class Constraint(msgspec.Struct, frozen=True):
     """What an answer's text must be, from its first character to its last."""
 
@@ -26,6 +28,7 @@ class Constraint(msgspec.Struct, frozen=True):
     (Lark's syntax)."""
 
 
+@portable
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen and when to stop.
 
@@ -99,6 +102,7 @@ class ResetAdapter(msgspec.Struct, frozen=True, tag="reset"):
 EngineRequest = GenerateRequest | AbortRequest | ProtectAdapters | ResetAdapter
 
 
+@portable
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithms of probabilities at one place in a text: softmax of the model's own logits."""
 
@@ -109,6 +113,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float] = []
 
 
+@portable
 class Timeline(msgspec.Struct, frozen=True, omit_defaults=True):
     """When a request got where, in nanoseconds of Unix time; 0 where it has not yet."""
 
@@ -171,6 +176,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
     num_waiting: int = 0
 
 
+@portable
 class Residency(msgspec.Struct, frozen=True, tag="residency"):
     """Where adapters that admit requests are; sent with a rising sequence number after every change: before a slot is
     written that another adapter has lost, and after one is complete.

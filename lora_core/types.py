@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from lora_core.portable import portable
+
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 LORA_REQUEST_ENDPOINT = "lora_request"
 LORA_RESPONSE_ENDPOINT = "lora_response"
@@ -58,6 +60,7 @@ class LoRAStatus(enum.Enum):
     UNSPECIFIED_ERROR = "unspecified_error"
 
 
+@portable
 class LoRARequest(msgspec.Struct, omit_defaults=True, gc=False):
     """Load, unload, pin, unpin or warm one adapter."""
 
@@ -72,6 +75,7 @@ class LoRARequest(msgspec.Struct, omit_defaults=True, gc=False):
     """A load is refused if the files are not those of this hash; unset accepts any."""
 
 
+@portable
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a load found and did."""
 
@@ -95,6 +99,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return len(self.noop_modules) == self.num_modules
 
 
+@portable
 class LoRAResponse(msgspec.Struct, omit_defaults=True):
     """How a `LoRARequest` ended, in a status and in words."""
 
@@ -104,6 +109,7 @@ class LoRAResponse(msgspec.Struct, omit_defaults=True):
     """Of the load that made the adapter what it is now; set when a load ends well."""
 
 
+@portable
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One adapter that admits requests, as an engine holds it."""
 

@@ -2,7 +2,10 @@
 
 import msgspec
 
+from lora_core.portable import portable
 
+
+@portable
 class AdapterWork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The requests of one adapter, all its generations together, or of the base model."""
 
@@ -26,6 +29,7 @@ class AdapterWork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Whether the oldest is one of those that wait."""
 
 
+@portable
 class SlotCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What came of adapters and slots since the engine's start."""
 
@@ -41,6 +45,7 @@ class SlotCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds of those, added up; from "disk" the read is included."""
 
 
+@portable
 class CacheCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How full the KV cache is, and what came of it since the engine's start."""
 
@@ -54,6 +59,7 @@ class CacheCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Requests that had to wait again for want of blocks, or of their adapter's turn in a slot."""
 
 
+@portable
 class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="workload"):
     """What an engine has done in the last `seconds`, and has to do now.
 

@@ -198,10 +198,12 @@ class Journal:
         for column, kind in LATER_COLUMNS.items():
             if column not in columns:
                 self._database.execute(f"ALTER TABLE adapters ADD COLUMN {column} {kind}")
-        # A new journal starts at the time of day, so that a generation is not given out twice even where the file was
-        # removed between two runs whose replicas live on.
-        origin = time.time_ns() // 1_000_000
-        self._database.execute("INSERT OR IGNORE INTO meta VALUES ('epoch', ?)", (origin,))
+        # Epochs start anew at the time of day, so that no generation is given out twice, even where replicas have lived
+        # on while the file was removed, or was taken from a backup.
+        self._database.execute(
+            "INSERT INTO meta VALUES ('epoch', ?) ON CONFLICT (key) DO UPDATE SET value = MAX(value, excluded.value)",
+            (time.time_ns() // 1_000_000,),
+        )
         self._database.execute("INSERT OR REPLACE INTO meta VALUES ('owner', ?)", (self._owner,))
         self._database.execute("COMMIT")
         self._database.execute(f"PRAGMA user_version = {FORMAT}")

@@ -1,9 +1,11 @@
 """The journal where its storage fails, is shared, or is wanted by two."""
 
 import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -157,3 +159,24 @@ def test_of_two_processes_the_later_one_writes_and_the_earlier_one_is_told(stora
     with last.transaction() as write:
         write.put(row("mine"))
     last.close()
+
+
+def test_no_generation_is_given_out_twice_where_the_journal_is_taken_from_a_backup(tmp_path: Path) -> None:
+    path, backup = tmp_path / "journal.sqlite", tmp_path / "backup.sqlite"
+    with closing(AdapterRegistry(path)) as registry:
+        registry.begin_load("a", "/a")
+        registry.commit_load("a")
+    shutil.copy(path, backup)
+    with closing(AdapterRegistry(path)) as registry:
+        # As many as a fleet makes in the time it takes to notice that the journal is lost.
+        time.sleep(0.1)
+        for name in "bcdef":
+            registry.begin_load(name, f"/{name}")
+            registry.commit_load(name)
+        given = {entry.generation for entry in registry.served.values()}
+    shutil.copy(backup, path)
+    with closing(AdapterRegistry(path)) as registry:
+        assert list(registry.served) == ["a"]
+        change = registry.begin_load("g", "/g")
+        assert change is not None
+        assert change.epoch > max(given)

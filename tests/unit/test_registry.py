@@ -218,7 +218,7 @@ def test_ready_adapters_survive_a_restart(tmp_path: Path) -> None:
     epoch = first.epoch
     # No close: a router that is killed does not close its journal.
     second = AdapterRegistry(path)
-    assert second.epoch == epoch
+    assert second.epoch >= epoch
     assert second.ready() == first.ready()
     assert second.ready()["a"].generation == generation
     assert second.begin_load("b", "/elsewhere") is not None, "an adapter found unloading is gone"

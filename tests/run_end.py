@@ -5,6 +5,7 @@ destroyed under them where a process exits as usual: one run died so of a segmen
 """
 
 import atexit
+import gc
 import os
 import sys
 import threading
@@ -24,6 +25,8 @@ _status: list[int] = []
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail where a thread of this project outlives the tests."""
+    # Threads may wait for what they serve to be gone, and that for the collector.
+    gc.collect()
     deadline = time.monotonic() + PATIENCE_S
     while (left := sorted(_threads_left())) and time.monotonic() < deadline:
         time.sleep(0.1)

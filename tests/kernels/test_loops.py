@@ -42,13 +42,13 @@ def longest_short(cut: Cut) -> list[int]:
 
 
 def test_a_group_is_long_by_its_rows_and_its_rank() -> None:
-    assert longest_short(FP32) == [224, 111, 79, 63, 51, 48]
+    assert longest_short(FP32) == [303, 111, 79, 63, 51, 48]
 
 
 def test_a_bf16_group_is_long_by_its_layer_too() -> None:
-    assert longest_short(Cut(is_bf16=True, width=2 * 576)) == [224, 224, 224, 224, 187, 46]
-    assert longest_short(Cut(is_bf16=True, width=2 * 576 + 3072)) == [224, 224, 224, 224, 140, 35]
-    assert longest_short(Cut(is_bf16=True, width=576 + 49152)) == [224, 224, 224, 119, 29, 7]
+    assert longest_short(Cut(is_bf16=True, width=2 * 576)) == [384, 384, 384, 384, 187, 46]
+    assert longest_short(Cut(is_bf16=True, width=2 * 576 + 3072)) == [384, 384, 384, 384, 140, 35]
+    assert longest_short(Cut(is_bf16=True, width=576 + 49152)) == [384, 384, 238, 119, 29, 7]
 
 
 def test_groups_of_rank_zero_add_nothing() -> None:

@@ -137,7 +137,7 @@ def test_long_bf16_segments_are_served_with_and_without_bf16_instructions(
 
     monkeypatch.setattr(torch, "mm", noted)
     make_case(
-        [(1, 230), (0, 240)],
+        [(1, 390), (0, 400)],
         ranks=[8, 6],
         max_rank=8,
         in_features=1536,

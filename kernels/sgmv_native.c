@@ -17,6 +17,7 @@
 #include <immintrin.h>
 #endif
 
+enum { ROW_BYTES = 1 << 18 /* of x at a time */ };
 enum { LANES = 16, MAX_RANK = 256, TILE = 16 * MAX_RANK /* values of B that are turned at once: 16 KB */ };
 
 typedef struct {
@@ -395,6 +396,9 @@ static void expand(const Call *call, Group group, const float *low, int thread, 
 
 void lora_fleet_sgmv(const Call *call) {
     int64_t low_stride = (int64_t)call->projections * call->max_rank;
+    /* Rows of x at a time: each is read once for every four of A's, so they should stay in the core's own cache. */
+    int most = ROW_BYTES / (call->width * (call->dtype == FP32 ? 4 : 2) + 1) / 4 * 4;
+    if (most < 16) most = 16;
 #pragma omp parallel num_threads(call->num_threads) if (call->num_threads > 1)
     {
         int thread = 0, threads = 1;
@@ -403,8 +407,13 @@ void lora_fleet_sgmv(const Call *call) {
         threads = omp_get_num_threads();
 #endif
         if (call->x) {
-            for (int g = 0; g < call->num_groups; g++)
-                shrink(call, call->groups[g], call->scratch + call->groups[g].start * low_stride, thread, threads);
+            for (int g = 0; g < call->num_groups; g++) {
+                Group some = call->groups[g];
+                for (; some.start < call->groups[g].stop; some.start = some.stop) {
+                    some.stop = some.start + most < call->groups[g].stop ? some.start + most : call->groups[g].stop;
+                    shrink(call, some, call->scratch + some.start * low_stride, thread, threads);
+                }
+            }
 #pragma omp barrier
         }
         for (int g = 0; g < call->num_groups; g++)

@@ -176,6 +176,7 @@ def test_sums_are_fp32_and_rounded_once(dtype: torch.dtype, rows: int) -> None:
     [
         pytest.param([(1, 40), (0, 1)], [256, 200], 256, 4096, (4096, 1024, 1024), id="llama-qkv"),
         pytest.param([(1, 90), (0, 2)], [16, 8], 16, 512, (14336, 14336), id="gate-up"),
+        pytest.param([(1, 200), (0, 37)], [16, 5], 16, 4096, (512, 64), id="more-rows-than-a-cache-holds"),
         pytest.param([(2, 30), (0, 70)], [8, 8, 4], 8, 64, (131072,), id="head"),
         pytest.param([(slot, 1) for slot in reversed(range(256))], [8] * 256, 8, 64, (96, 32), id="256-slots"),
         pytest.param([(0, 32768)], [256], 256, 32, (32, 32), id="32k-rows"),

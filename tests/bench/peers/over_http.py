@@ -15,6 +15,9 @@ from tests.bench.peers.systems import START_S, Workplace
 BURST_S = 600
 """Longest a batch may take."""
 
+IDLE_S, IDLE_CORES = 10.0, 0.3
+"""How long a server is given to come to rest after its turn, and the cores it may go on taking: Ray's parts take half."""
+
 
 async def burst(server: Server, point: Point, num_tokens: int) -> float:
     """Ask for all rows at once; the seconds until the last answer is there. Raises PeerFailed."""
@@ -71,6 +74,16 @@ def measure(
                     results.add(system=kind.name, transport="http", error=str(failure))
 
 
+def _wait_until_idle(servers: Sequence[Server]) -> None:
+    """Until the threads that computed a batch have stopped looking for more, which some do for seconds."""
+    deadline, look_s = time.monotonic() + IDLE_S, 0.5
+    while time.monotonic() < deadline:
+        busy_s = sum(server.busy_s() for server in servers)
+        time.sleep(look_s)
+        if sum(server.busy_s() for server in servers) - busy_s < IDLE_CORES * look_s:
+            return
+
+
 def _compare(servers: Mapping[str, Server], point: Point, results: Results, rounds: int) -> None:
     first_s = dict.fromkeys(servers, float("inf"))
     wall_s = dict.fromkeys(servers, float("inf"))
@@ -81,6 +94,7 @@ def _compare(servers: Mapping[str, Server], point: Point, results: Results, roun
     for _ in range(rounds):
         for name, server in servers.items():
             others = [other for other in servers.values() if other is not server]
+            _wait_until_idle(others)
             busy_s, began = sum(other.busy_s() for other in others), time.perf_counter()
             first_s[name] = min(first_s[name], asyncio.run(burst(server, point, 1)))
             wall_s[name] = min(wall_s[name], asyncio.run(burst(server, point, point.new_tokens)))

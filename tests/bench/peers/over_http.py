@@ -16,7 +16,7 @@ BURST_S = 600
 """Longest a batch may take."""
 
 IDLE_S, IDLE_CORES = 10.0, 0.3
-"""How long a server may take to come to rest after its turn, and the cores it may go on taking: Ray's parts take half."""
+"""How long a server may take to come to rest after its turn, and cores it may go on taking: Ray's parts take half."""
 
 
 async def burst(server: Server, point: Point, num_tokens: int) -> float:

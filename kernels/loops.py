@@ -33,7 +33,7 @@ class Cut(NamedTuple):
         if rows < MIN_LONG_ROWS or rows > MAX_SHORT_ROWS:
             return rows < MIN_LONG_ROWS
         if self.is_bf16:
-            return rows * rank * (self.width + 8_000) < 110_000_000
+            return rows * rank * (self.width + 8_000) < 110_000_000 and (rows - 160) * rank < 1_536
         return (rows - 48) * rank < 256
 
 

@@ -2,8 +2,8 @@
 
 Short groups (`kernels.loops`) go to `kernels.sgmv_native`, all of them in one call. Where that cannot be compiled, and
 for long groups, torch multiplies each group: in the activations' data type where the processor does, with fp32 sums and
-the low-rank rows rounded to it, which the C kernel rounds alike; else in fp32, rows and weights widened, and the result
-rounded once.
+the low-rank rows rounded to it, which the C kernel does from 16 rows on; else in fp32, rows and weights widened, and
+the result rounded once.
 
 Temporaries have at most `MAX_TEMPORARY` elements, or those of one row of x and y.
 """

@@ -1,8 +1,8 @@
 /* SGMV on the CPU: every weight is read once, in the order it lies in, straight from the stacks.
  *
  * Activations and weights are of one type, fp32 or bf16; what is between, v, and all sums are fp32. Where the processor
- * multiplies pairs of bf16 values, v is rounded to bf16, as on a GPU and by torch's products: that is two to three times
- * as fast.
+ * multiplies pairs of bf16 values, v is the sum of two of them in a group of few rows, and else rounded to one, as on a
+ * GPU and by torch's products.
  *
  * For each group with slot s and rows r, and each projection p with columns c of the output:
  *     v = x[r] @ a[s, p*R : p*R + rank].T          (fp32)
@@ -17,7 +17,7 @@
 #include <immintrin.h>
 #endif
 
-enum { ROW_BYTES = 1 << 18 /* of x at a time */ };
+enum { ROW_BYTES = 1 << 18 /* of x at a time */, ROUNDED_ROWS = 16 /* of a group whose v is rounded */ };
 enum { LANES = 16, MAX_RANK = 256, TILE = 16 * MAX_RANK /* values of B that are turned at once: 16 KB */ };
 
 typedef struct {
@@ -171,15 +171,27 @@ INLINE f8 products8(const void *b, int dtype, int64_t stride, const float *v, in
 }
 
 #ifdef __AVX512BF16__
-/* b[i] . v for eight rows of B, in pairs; v is rounded. What is past the rank is not read. */
+/* The first `count` lanes, or all. */
+INLINE __mmask16 first_lanes(int count) { return count >= LANES ? 0xffff : (__mmask16)((1 << count) - 1); }
+
+/* What rounding to bf16 has left out of a value, itself rounded: both together have 16 bits of it. */
+INLINE __m256bh left_out(__m512 value, __m256bh rounded) {
+    __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16);
+    return _mm512_cvtneps_pbh(value - (__m512)wide);
+}
+
+/* b[i] . v for eight rows of B, in pairs. What is past the rank is not read. */
 INLINE f8 pair_products8(const uint16_t *b, int64_t stride, const float *v, int rank) {
     __m256 p[8];
     for (int i = 0; i < 8; i++) p[i] = _mm256_setzero_ps();
     for (int j = 0; j < rank; j += LANES) {
-        __mmask16 live = rank - j >= LANES ? 0xffff : (__mmask16)((1 << (rank - j)) - 1);
-        __m256bh low = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(live, v + j));
-        for (int i = 0; i < 8; i++)
-            p[i] = _mm256_dpbf16_ps(p[i], (__m256bh)_mm256_maskz_loadu_epi16(live, b + i * stride + j), low);
+        __mmask16 live = first_lanes(rank - j);
+        __m512 low = _mm512_maskz_loadu_ps(live, v + j);
+        __m256bh high = _mm512_cvtneps_pbh(low), left = left_out(low, high);
+        for (int i = 0; i < 8; i++) {
+            __m256bh weights = (__m256bh)_mm256_maskz_loadu_epi16(live, b + i * stride + j);
+            p[i] = _mm256_dpbf16_ps(_mm256_dpbf16_ps(p[i], weights, high), weights, left);
+        }
     }
     f8 sums[8];
     memcpy(sums, p, sizeof sums);
@@ -269,13 +281,16 @@ INLINE void expand_tile(
 }
 
 #ifdef __AVX512BF16__
-/* v of `count` rows, rounded to bf16; an odd rank gets a column of 0. */
-INLINE void round_pairs(const float *v, int64_t stride, int rank, uint32_t pairs[4][MAX_RANK / 2], int count) {
+typedef uint32_t Pairs[4][MAX_RANK / 2];
+
+/* v of `count` rows, rounded to bf16, and what that leaves out, rounded too; an odd rank gets a column of 0. */
+INLINE void round_pairs(const float *v, int64_t stride, int rank, Pairs pairs, Pairs rest, int count) {
     for (int i = 0; i < count; i++)
         for (int j = 0; j < rank; j += LANES) {
-            __mmask16 live = rank - j >= LANES ? 0xffff : (__mmask16)((1 << (rank - j)) - 1);
-            __m256bh low = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(live, v + i * stride + j));
-            memcpy(pairs[i] + j / 2, &low, sizeof low);
+            __m512 low = _mm512_maskz_loadu_ps(first_lanes(rank - j), v + i * stride + j);
+            __m256bh high = _mm512_cvtneps_pbh(low), left = left_out(low, high);
+            memcpy(pairs[i] + j / 2, &high, sizeof high);
+            memcpy(rest[i] + j / 2, &left, sizeof left);
         }
 }
 
@@ -288,14 +303,18 @@ INLINE void turn_pairs(const uint16_t *b, int64_t max_rank, int rank, f16 *turne
 
 /* Add 16 or 32 output columns, `blocks` of 16, to at most 4 rows of y. */
 INLINE void add_pairs(
-    const Call *call, const f16 *turned, int size, uint32_t pairs[4][MAX_RANK / 2], int num_pairs, int64_t row,
-    int column, int blocks, int count
+    const Call *call, const f16 *turned, int size, Pairs pairs, Pairs rest, int num_pairs, int64_t row, int column,
+    int blocks, int count, int rounds
 ) {
     __m512 sums[4][2];
     for (int i = 0; i < 4; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
     for (int j = 0; j < num_pairs; j++)
         for (int i = 0; i < 4; i++) {
             __m512bh low = (__m512bh)_mm512_set1_epi32((int)pairs[i][j]);
+            for (int k = 0; k < blocks; k++)
+                sums[i][k] = _mm512_dpbf16_ps(sums[i][k], (__m512bh)turned[k * size + j], low);
+            if (rounds) continue;
+            low = (__m512bh)_mm512_set1_epi32((int)rest[i][j]);
             for (int k = 0; k < blocks; k++)
                 sums[i][k] = _mm512_dpbf16_ps(sums[i][k], (__m512bh)turned[k * size + j], low);
         }
@@ -307,20 +326,27 @@ INLINE void add_pairs(
         }
 }
 
-/* What `expand_tile` does, v rounded; max_rank is even. */
-INLINE void expand_pairs(const Call *call, Group group, const uint16_t *b, const float *v, int column, int blocks) {
+/* What `expand_tile` does, in pairs; max_rank is even. */
+INLINE void expand_pairs(
+    const Call *call, Group group, const uint16_t *b, const float *v, int column, int blocks, int rounds
+) {
     int64_t stride = (int64_t)call->projections * call->max_rank;
     int num_pairs = (group.rank + 1) / 2, size = (num_pairs + 7) / 8 * 8;
     f16 turned[TILE / LANES];
-    uint32_t pairs[4][MAX_RANK / 2] = {0};
+    Pairs pairs = {0}, rest = {0};
     for (int i = 0; i < blocks; i++)
         turn_pairs(b + (int64_t)i * LANES * call->max_rank, call->max_rank, group.rank, turned + i * size);
     for (int64_t row = group.start; row < group.stop; row += 4, v += 4 * stride) {
         int count = row + 4 <= group.stop ? 4 : (int)(group.stop - row), i = 0;
-        round_pairs(v, stride, group.rank, pairs, count);
+        round_pairs(v, stride, group.rank, pairs, rest, count);
         for (; i + 2 <= blocks; i += 2)
-            add_pairs(call, turned + i * size, size, pairs, num_pairs, row, column + i * LANES, 2, count);
-        if (i < blocks) add_pairs(call, turned + i * size, size, pairs, num_pairs, row, column + i * LANES, 1, count);
+            add_pairs(
+                call, turned + i * size, size, pairs, rest, num_pairs, row, column + i * LANES, 2, count, rounds
+            );
+        if (i < blocks)
+            add_pairs(
+                call, turned + i * size, size, pairs, rest, num_pairs, row, column + i * LANES, 1, count, rounds
+            );
     }
 }
 #endif
@@ -343,7 +369,10 @@ INLINE int expand_blocks(
     if (has_pairs(call, dtype)) {
         most = TILE / LANES / (((group.rank + 1) / 2 + 7) / 8 * 8);
         if (blocks > most) blocks = most;
-        expand_pairs(call, group, b, v, column, blocks);
+        if (group.stop - group.start >= ROUNDED_ROWS)
+            expand_pairs(call, group, b, v, column, blocks, 1);
+        else
+            expand_pairs(call, group, b, v, column, blocks, 0);
         return blocks;
     }
 #endif

@@ -23,8 +23,8 @@ MAX_RANK = 256
 _SMALLEST_SHARE = 1 << 15
 """Products that a thread should have at least: about 5 us, three times what waking it up takes."""
 
-_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-7}
-"""Of sums of 41 and 13 products of numbers about 1, by the largest: added up in fp32, in bf16 with what is rounded."""
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-8}
+"""Of sums of 41 and 13 products of numbers about 1, added up in fp32: those of bf16, but for the result's rounding."""
 
 
 def sgmv_native(x: Tensor, a_stack: Tensor, b_stack: Tensor, y: Tensor, loop: Loop, slices: tuple[int, ...]) -> None:
@@ -107,7 +107,7 @@ def _fault(functions: tuple[Any, ...]) -> str | None:
                     low = x[start:stop].double() @ a[slot, p * rank : p * rank + live].double().t()
                     target[start:stop] += low @ weights[:, :live].double().t()
             _call(function, x, a, b, y, Loop(tuple(Segment(*slot) for slot in slots)), slices)
-            wrong = float((y.double() - expected).abs().max() / expected.abs().max())
+            wrong = float(((y.double() - expected).abs() / expected.abs().clamp(min=1)).max())
         if not wrong < tolerance:
             return f"a product of its in {dtype} differs by {wrong:g} from what is right"
     return None

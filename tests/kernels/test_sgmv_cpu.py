@@ -149,10 +149,10 @@ def test_long_bf16_segments_are_served_with_and_without_bf16_instructions(
     assert products == {torch.bfloat16 if has_instructions else torch.float32}
 
 
-@pytest.mark.parametrize("rows", [1, 8, 100])
+@pytest.mark.parametrize("rows", [1, 8, 15, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_are_fp32_and_rounded_once(dtype: torch.dtype, rows: int) -> None:
-    """Against fp64, the error is half a unit in y's last place; in bf16 v is rounded to it, too."""
+def test_sums_are_fp32_and_rounded_once(dtype: torch.dtype, rows: int, is_compiled: bool) -> None:
+    """Against fp64, the error is half a unit in y's last place; v of many rows in bf16 is rounded, too."""
     case = make_case(
         [(1, rows), (0, rows)], ranks=[8, 8], max_rank=8, in_features=256, slices=(1024, 1024), dtype=dtype, device=CPU
     )
@@ -165,7 +165,8 @@ def test_sums_are_fp32_and_rounded_once(dtype: torch.dtype, rows: int) -> None:
         exact[start:stop] += torch.einsum("str,sor->tso", v, b).reshape(stop - start, -1)
         magnitude[start:stop] = torch.einsum("str,sor->tso", v.abs(), b.abs()).reshape(stop - start, -1)
     epsilon = torch.finfo(dtype).eps
-    low_rank_error = 0.51 * epsilon if dtype == torch.bfloat16 else 1e-5
+    rounds_v = dtype == torch.bfloat16 and (rows >= 64 or not is_compiled)
+    low_rank_error = 0.51 * epsilon if rounds_v else 1e-5
     bound = 0.5001 * epsilon * exact.abs() + low_rank_error * magnitude + 1e-6
     assert ((case.result().double() - exact).abs() <= bound).all()
 

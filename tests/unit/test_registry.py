@@ -209,16 +209,18 @@ def test_pins_end_before_others_begin(tmp_path: Path) -> None:
     assert changes == [("unpin", "b", held["b"]), ("unpin", "c", held["c"]), ("pin", "a", held["a"])]
 
 
-def test_ready_adapters_survive_a_restart(tmp_path: Path) -> None:
+def test_ready_adapters_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "journal.sqlite"
     first = AdapterRegistry(path)
     generation = loaded(first, "a", "/a")
     loaded(first, "b", "/b")
     first.begin_unload("b")
     epoch = first.epoch
+    now_ms = epoch + 1_000
+    monkeypatch.setattr("cluster.journal.time.time_ns", lambda: now_ms * 1_000_000)
     # No close: a router that is killed does not close its journal.
     second = AdapterRegistry(path)
-    assert second.epoch >= epoch
+    assert second.epoch == now_ms
     assert second.ready() == first.ready()
     assert second.ready()["a"].generation == generation
     assert second.begin_load("b", "/elsewhere") is not None, "an adapter found unloading is gone"

@@ -1,8 +1,12 @@
-"""A linear layer on the CPU whose weight is stored in the blocked order oneDNN multiplies in."""
+"""A linear layer on the CPU: in the blocked order oneDNN multiplies in, or widened where it does not multiply."""
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.linear_native import linear_function, linear_native
 
 _EXPECTED_ROWS = 64
 """Rows oneDNN is told to choose the blocking for; 16 to 256 measured alike, 1 is slower from two rows on."""
@@ -10,26 +14,36 @@ _EXPECTED_ROWS = 64
 _TOLERANCE = 0.03
 """Largest difference between the packed product and the plain one, as a part of the largest result or weight."""
 
+_FEW_ROWS = 384
+"""Rows up to which a weight of 16 bits is widened in the cache; more of them are worth a copy in fp32."""
+
+_MAX_WIDENED = 1 << 22
+"""Most elements of a widened part of a weight, and of what it gives: 16 MB."""
+
 
 class PackedLinear:
     """`y = x @ weight.T + bias` with a prepacked weight: 1.2 to 2 times `F.linear` at decode batch sizes.
 
     The packing operators are private to torch (Inductor emits them). Where they are missing, refuse the weight, or get
-    a first product wrong, the layer keeps the plain weight and calls `F.linear`. So it does in fp16, which most
-    processors do not multiply.
+    a first product wrong, the layer keeps the plain weight and calls `F.linear`.
+
+    Unless that is in a data type of 16 bits which the processor does not multiply, as most do not fp16, and older ones
+    neither. Then weight and rows are widened, multiplied in fp32, and the result rounded once: 2 to 14 times the rate
+    of `F.linear`, and with few rows up to twice that of a packed weight in fp32, whose bytes are twice as many.
 
     Attributes:
         in_features: Width of x.
         out_features: Width of y.
         dtype: Data type of weight, bias, x and y.
         is_packed: Whether the weight was packed. The original can then be freed: the layer holds its own copy.
+        is_widened: Whether the weight is widened for each product.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Pack a weight.
 
         Args:
-            weight: `[out_features, in_features]`, fp32 or bf16 on the CPU to be packed; any other works unpacked.
+            weight: `[out_features, in_features]`; fp32 or bf16 on the CPU to be packed, any other works unpacked.
             bias: `[out_features]` of the same dtype, or None.
 
         Raises:
@@ -46,6 +60,8 @@ class PackedLinear:
         self._bias = None if bias is None else bias.detach().contiguous()
         packed = _pack(weight.detach(), self._bias)
         self.is_packed = packed is not None
+        is_on_cpu = weight.device.type == "cpu" and weight.numel() > 0
+        self.is_widened = packed is None and is_on_cpu and not _is_multiplied(weight.dtype)
         self._weight = weight.detach() if packed is None else packed
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -58,9 +74,26 @@ class PackedLinear:
             raise ValueError(
                 f"x is {x.dtype} {list(x.shape)}, expected {self.dtype} [..., {self.in_features}] as weight is"
             )
+        if self.is_widened:
+            return self._widened(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
         if not self.is_packed:
             return F.linear(x, self._weight, self._bias)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y
+
+    def _widened(self, rows: Tensor) -> Tensor:
+        """Map `[rows, in_features]` to `[rows, out_features]`."""
+        weight, bias = self._weight, self._bias
+        if len(rows) <= _FEW_ROWS:
+            if linear_function(self.dtype) is None or not weight.is_contiguous():
+                return F.linear(rows, weight, bias)
+            return linear_native(rows if rows.stride(1) == 1 else rows.contiguous(), weight, bias)
+        y = rows.new_empty(len(rows), self.out_features)
+        wide = rows.float()
+        step = max(1, _MAX_WIDENED // max(self.in_features, len(rows)))
+        for start in range(0, self.out_features, step):
+            outs = slice(start, start + step)
+            y[:, outs] = F.linear(wide, weight[outs].float(), None if bias is None else bias[outs].float())
         return y
 
     @property
@@ -79,8 +112,21 @@ class PackedLinear:
     def __repr__(self) -> str:
         return (
             f"PackedLinear(in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self._bias is not None}, dtype={self.dtype}, is_packed={self.is_packed})"
+            f"bias={self._bias is not None}, dtype={self.dtype}, "
+            f"is_packed={self.is_packed}, is_widened={self.is_widened})"
         )
+
+
+@cache
+def _is_multiplied(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies a data type at the processor's rate, and not value by value."""
+    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if dtype not in checks:
+        return True
+    try:
+        return bool(getattr(torch.ops.mkldnn, checks[dtype])())
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def _pack(weight: Tensor, bias: Tensor | None) -> Tensor | None:

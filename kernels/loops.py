@@ -1,13 +1,14 @@
 """How the CPU path cuts a step's groups: short ones together, for one call, and long ones for matrix products."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 MAX_SHORT_ROWS = 384
-"""Most rows of a loop of short groups, and of one: with more, torch's products are as fast at any rank."""
+"""Most rows of a loop of short groups, and of one: with more, torch's products are as fast at any rank, unless torch
+has to widen what it multiplies."""
 
 MIN_LONG_ROWS = 5
 """Fewer rows are always short: what they take is mostly reading the weights."""
@@ -16,20 +17,25 @@ MIN_LONG_ROWS = 5
 class Cut(NamedTuple):
     """From how many rows on torch multiplies a layer's group faster than a kernel that reads B as it is stored.
 
-    Measured with 8 groups a step on cores with AVX512-BF16 (`tests/bench/bench_kernels_cpu.py`). A group of fp32 costs
-    torch less from 48 + 256 / rank rows on, whatever the layer. One of bf16 costs it some 30 us for each of its
-    products, however few its rows are; the kernel has no such cost, but gets from its caches what torch keeps at hand.
+    Measured with 8 groups a step (`tests/bench/bench_kernels_cpu.py`). A group of fp32 costs torch less from 48 + 256 /
+    rank rows on, whatever the layer. One of bf16 costs it some 30 us for each of its products, however few its rows
+    are, where it has instructions for them (AVX512-BF16); the kernel has no such cost, but gets from its caches what
+    torch keeps at hand. Where it has none (AVX2) it copies x and y for its products, which ranks up to 32 never repay.
 
     Attributes:
-        is_bf16: Whether torch multiplies the layer in bf16; what it has to widen first costs it at least as in fp32.
+        is_bf16: Whether torch multiplies the layer in bf16.
         width: Of a rank's weights: of A for each of the projections, and of B for all of them. Only counts in bf16.
+        is_widened: Whether the layer is of bf16, which torch has to widen.
     """
 
     is_bf16: bool
     width: int = 0
+    is_widened: bool = False
 
     def is_short(self, rows: int, rank: int) -> bool:
         """Whether a group is too little for torch's matrix products."""
+        if self.is_widened:
+            return rank <= 32 or (rows - 32) * (rank - 32) <= 512
         if rows < MIN_LONG_ROWS or rows > MAX_SHORT_ROWS:
             return rows < MIN_LONG_ROWS
         if self.is_bf16:
@@ -94,16 +100,26 @@ class Loop:
 def loops(groups: Sequence[tuple[int, int, int]], slot_ranks: Sequence[int], cut: Cut) -> tuple[Loop, ...]:
     """Cut groups `(slot, start, stop)`, in row order, into loops; groups of rank 0 add nothing and are left out.
 
-    Segments are put together as far as they are neighbours, and all long or all short.
+    Segments are put together as far as they are neighbours, and all long or all short; a short one is in several loops
+    if it has more than `MAX_SHORT_ROWS`.
     """
-    return tuple(_loops([Segment(*group, slot_ranks[group[0]]) for group in groups if slot_ranks[group[0]]], cut))
+    segments = [Segment(*group, slot_ranks[group[0]]) for group in groups if slot_ranks[group[0]]]
+    return tuple(_loops(_pieces(segments, cut)))
 
 
-def _loops(segments: Sequence[Segment], cut: Cut) -> Iterator[Loop]:
-    members: list[Segment] = []
-    are_short = True
+def _pieces(segments: Sequence[Segment], cut: Cut) -> Iterator[tuple[Segment, bool]]:
+    """Segments, short ones in pieces of at most `MAX_SHORT_ROWS`, and whether they are short."""
     for segment in segments:
         is_short = cut.is_short(segment.stop - segment.start, segment.rank)
+        size = MAX_SHORT_ROWS if is_short else segment.stop - segment.start
+        for start in range(segment.start, segment.stop, size):
+            yield replace(segment, start=start, stop=min(start + size, segment.stop)), is_short
+
+
+def _loops(segments: Iterable[tuple[Segment, bool]]) -> Iterator[Loop]:
+    members: list[Segment] = []
+    are_short = True
+    for segment, is_short in segments:
         if members and (
             segment.start != members[-1].stop
             or is_short != are_short

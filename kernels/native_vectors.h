@@ -3,6 +3,9 @@
  */
 #include <stdint.h>
 #include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #ifdef _OPENMP
 int omp_get_thread_num(void);
@@ -26,6 +29,13 @@ typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
 #endif
 
+/* Keeps a vector that is used several times in a register: read from memory at each use, it is memory that limits. */
+#if defined(__x86_64__) && !defined(__AVX512F__)
+#define HELD(vector) __asm__("" : "+x"(vector))
+#else
+#define HELD(vector) (void)(vector)
+#endif
+
 enum { FP32 = 0, BF16 = 1 };
 
 static inline float widened(uint16_t value) {
@@ -45,15 +55,38 @@ static inline uint16_t rounded(float value) {
 
 static inline f4 widened4(const void *from) { return (f4)(__builtin_convertvector(*(const h4 *)from, u4) << 16); }
 
-static inline f8 widened8(const void *from) { return (f8)(__builtin_convertvector(*(const h8 *)from, u8) << 16); }
+static inline f8 widened8(const void *from) {
+#ifdef __AVX2__ /* gcc 12 takes five instructions for the first of these two */
+    return (f8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16);
+#else
+    return (f8)(__builtin_convertvector(*(const h8 *)from, u8) << 16);
+#endif
+}
 
 static inline f16 widened16(const void *from) { return (f16)(__builtin_convertvector(*(const h16 *)from, u16) << 16); }
+
+/* a * b + c, rounded once where the processor does that. Left the choice, gcc takes two roundings for some loops and one
+ * for others (-mtune=znver3), and a sum would depend on which loop it is added up in.
+ */
+static inline f8 fused8(f8 a, f8 b, f8 c) {
+#ifdef __FMA__
+    return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 
 static inline void round8(uint16_t *to, f8 values) {
     u8 bits = (u8)values;
     u8 none = (u8)((bits & 0x7fffffffu) > 0x7f800000u);
     u8 near = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    *(h8 *)to = __builtin_convertvector((near & ~none) | (none & 0x7fc0u), h8);
+    near = (near & ~none) | (none & 0x7fc0u);
+#ifdef __AVX2__
+    __m128i low = _mm256_castsi256_si128((__m256i)near), high = _mm256_extracti128_si256((__m256i)near, 1);
+    _mm_storeu_si128((void *)to, _mm_packus_epi32(low, high));
+#else
+    *(h8 *)to = __builtin_convertvector(near, h8);
+#endif
 }
 
 /* Lane i of the result is the sum of the lanes of p[i]. */

@@ -78,7 +78,7 @@ def layer_cut(dtype: torch.dtype, width: int, slices: Sequence[int]) -> Cut:
     """How a step's groups are cut in a layer: activations of a data type and width, projections of these widths."""
     if dtype == torch.bfloat16 and _has_fast_bf16():
         return Cut(is_bf16=True, width=len(slices) * width + sum(slices))
-    return Cut(is_bf16=False)
+    return Cut(is_bf16=False, is_widened=dtype == torch.bfloat16)
 
 
 def _is_native(b_stack: Tensor) -> bool:

@@ -13,10 +13,6 @@
  */
 #include "native_vectors.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 enum { ROW_BYTES = 1 << 18 /* of x at a time */, ROUNDED_ROWS = 16 /* of a group whose v is rounded */ };
 enum { LANES = 16, MAX_RANK = 256, TILE = 16 * MAX_RANK /* values of B that are turned at once: 16 KB */ };
 
@@ -56,19 +52,32 @@ INLINE f4 values4(const void *values, int dtype, int64_t index) {
     return dtype == FP32 ? *(const f4 *)((const float *)values + index) : widened4((const uint16_t *)values + index);
 }
 
-static inline float sum16(f16 v) {
-    f4 p[4];
-    memcpy(p, &v, 64);
-    f4 sum = (p[0] + p[1]) + (p[2] + p[3]);
+/* A tile of products is 4 rows of x by WIDE of A: as many sums as the registers hold beside what they are made of. */
+#ifdef __AVX512F__
+typedef f16 Part;
+enum { PART = 16, WIDE = 4 };
+#define WIDENED_PART widened16
+#define ADD_FP32(sum, row, weights) (sum += (row) * (weights))
+#else
+typedef f8 Part;
+enum { PART = 8, WIDE = 3 };
+#define WIDENED_PART widened8
+#define ADD_FP32(sum, row, weights) (sum = fused8(row, weights, sum))
+#endif
+
+static inline float part_sum(Part v) {
+    f4 p[PART / 4], sum;
+    memcpy(p, &v, sizeof v);
+    sum = PART == 16 ? (p[0] + p[1]) + (p[PART / 4 - 2] + p[PART / 4 - 1]) : p[0] + p[1];
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 /* v[n][m] = x[n] . a[m] for N rows and M rank rows; each is added up as if it were alone. `STEP` values make a VECTOR. */
 #define DOTS(NAME, DTYPE, N, M, STEP, VECTOR, LOAD, ADD)                                                               \
     static inline void NAME(const void *x, int64_t x_stride, const void *a, int width, float *v, int64_t v_stride) {   \
-        f16 sums[N][M];                                                                                                \
+        Part sums[N][M];                                                                                               \
         for (int n = 0; n < N; n++)                                                                                    \
-            for (int m = 0; m < M; m++) sums[n][m] = (f16){0};                                                         \
+            for (int m = 0; m < M; m++) sums[n][m] = (Part){0};                                                        \
         int k = 0;                                                                                                     \
         for (; k + STEP <= width; k += STEP) {                                                                         \
             VECTOR weights[M];                                                                                         \
@@ -80,7 +89,7 @@ static inline float sum16(f16 v) {
         }                                                                                                              \
         for (int n = 0; n < N; n++)                                                                                    \
             for (int m = 0; m < M; m++) {                                                                              \
-                float sum = sum16(sums[n][m]);                                                                         \
+                float sum = part_sum(sums[n][m]);                                                                      \
                 for (int rest = k; rest < width; rest++)                                                               \
                     sum += value(x, DTYPE, n * x_stride + rest) * value(a, DTYPE, (int64_t)m * width + rest);          \
                 v[n * v_stride + m] = sum;                                                                             \
@@ -88,21 +97,20 @@ static inline float sum16(f16 v) {
     }
 #define ALL_DOTS(NAME, DTYPE, STEP, VECTOR, LOAD, ADD)                                                                 \
     DOTS(NAME##_1x1, DTYPE, 1, 1, STEP, VECTOR, LOAD, ADD)                                                             \
-    DOTS(NAME##_1x4, DTYPE, 1, 4, STEP, VECTOR, LOAD, ADD)                                                             \
+    DOTS(NAME##_1xW, DTYPE, 1, WIDE, STEP, VECTOR, LOAD, ADD)                                                          \
     DOTS(NAME##_4x1, DTYPE, 4, 1, STEP, VECTOR, LOAD, ADD)                                                             \
-    DOTS(NAME##_4x4, DTYPE, 4, 4, STEP, VECTOR, LOAD, ADD)
+    DOTS(NAME##_4xW, DTYPE, 4, WIDE, STEP, VECTOR, LOAD, ADD)
 
-#define LOAD_FP32(from) (*(const f16 *)(from))
-#define ADD_FP32(sum, row, weights) (sum += (row) * (weights))
-ALL_DOTS(dots_fp32, FP32, 16, f16, LOAD_FP32, ADD_FP32)
+#define LOAD_FP32(from) (*(const Part *)(from))
+ALL_DOTS(dots_fp32, FP32, PART, Part, LOAD_FP32, ADD_FP32)
 #ifdef __AVX512BF16__
 /* Products of pairs of bf16 values, added in fp32: twice the products of an fp32 instruction, and nothing to widen. */
 #define LOAD_BF16(from) ((__m512bh)_mm512_loadu_si512(from))
 #define ADD_BF16(sum, row, weights) (sum = (f16)_mm512_dpbf16_ps((__m512)(sum), row, weights))
 ALL_DOTS(dots_bf16, BF16, 32, __m512bh, LOAD_BF16, ADD_BF16)
 #else
-#define LOAD_BF16(from) widened16(from)
-ALL_DOTS(dots_bf16, BF16, 16, f16, LOAD_BF16, ADD_FP32)
+#define LOAD_BF16(from) WIDENED_PART(from)
+ALL_DOTS(dots_bf16, BF16, PART, Part, LOAD_BF16, ADD_FP32)
 #endif
 
 INLINE void add8(void *y, int dtype, int64_t index, f8 delta) {
@@ -123,8 +131,8 @@ typedef void Dots(const void *x, int64_t x_stride, const void *a, int width, flo
 
 /* One thread's share of a group's rank rows of all projections. */
 static void shrink(const Call *call, Group group, float *low, int thread, int threads) {
-    static Dots *const dots[2][4] = {{dots_fp32_1x1, dots_fp32_1x4, dots_fp32_4x1, dots_fp32_4x4},
-                                     {dots_bf16_1x1, dots_bf16_1x4, dots_bf16_4x1, dots_bf16_4x4}};
+    static Dots *const dots[2][4] = {{dots_fp32_1x1, dots_fp32_1xW, dots_fp32_4x1, dots_fp32_4xW},
+                                     {dots_bf16_1x1, dots_bf16_1xW, dots_bf16_4x1, dots_bf16_4xW}};
     int num_rows = group.stop - group.start, width = call->width, live = call->projections * group.rank;
     int64_t stride = call->x_stride, low_stride = (int64_t)call->projections * call->max_rank;
     const void *rows = at(call->x, call->dtype, group.start * stride);
@@ -132,7 +140,7 @@ static void shrink(const Call *call, Group group, float *low, int thread, int th
     int index = live * thread / threads, last = live * (thread + 1) / threads;
     while (index < last) {
         int j = index % group.rank, left = group.rank - j < last - index ? group.rank - j : last - index;
-        int count = left >= 4 ? 4 : 1, is_wide = count == 4;
+        int is_wide = left >= WIDE, count = is_wide ? WIDE : 1;
         int64_t row = (int64_t)(index / group.rank) * call->max_rank + j;
         const void *weights = at(a, call->dtype, row * width);
         float *v = low + row;

@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 from kernels.loops import MAX_SHORT_ROWS, MIN_LONG_ROWS, Cut, loops
 
 FP32 = Cut(is_bf16=False)
+WIDENED = Cut(is_bf16=False, is_widened=True)
 
-GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 300)), max_size=12)
+GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 900)), max_size=12)
+CUTS = st.one_of(st.sampled_from([FP32, WIDENED]), st.integers(0, 50_000).map(lambda width: Cut(True, width)))
 
 
 def groups_of(slots_and_lengths: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -51,15 +53,27 @@ def test_a_bf16_group_is_long_by_its_layer_too() -> None:
     assert longest_short(Cut(is_bf16=True, width=576 + 49152)) == [384, 384, 238, 119, 29, 7]
 
 
+def test_a_group_that_torch_would_widen_is_short_up_to_a_rank_of_32() -> None:
+    assert longest_short(WIDENED) == [999, 999, 999, 999, 48, 34]
+
+
+def test_a_short_group_of_many_rows_is_in_several_loops() -> None:
+    found = loops(groups_of([(1, 1), (2, 900), (3, 5)]), [8] * 4, WIDENED)
+    assert [(loop.start, loop.stop, loop.lengths) for loop in found] == [
+        (0, 1, (1,)),
+        (1, 385, (384,)),
+        (385, 769, (384,)),
+        (769, 906, (132, 5)),
+    ]
+    assert all(loop.is_short for loop in found)
+
+
 def test_groups_of_rank_zero_add_nothing() -> None:
     assert loops([(1, 0, 4)], [8, 0], FP32) == ()
 
 
-@given(slots_and_lengths=GROUPS, is_bf16=st.booleans(), width=st.integers(0, 50_000))
-def test_loops_hold_every_row_once_with_its_own_slot(
-    slots_and_lengths: list[tuple[int, int]], is_bf16: bool, width: int
-) -> None:
-    cut = Cut(is_bf16, width)
+@given(slots_and_lengths=GROUPS, cut=CUTS)
+def test_loops_hold_every_row_once_with_its_own_slot(slots_and_lengths: list[tuple[int, int]], cut: Cut) -> None:
     slot_ranks = [slot % 5 for slot in range(16)]
     groups = groups_of(slots_and_lengths)
     found: dict[int, int] = {}

@@ -35,7 +35,7 @@ class Cut(NamedTuple):
     def is_short(self, rows: int, rank: int) -> bool:
         """Whether a group is too little for torch's matrix products."""
         if self.is_widened:
-            return rank <= 32 or (rows - 32) * (rank - 32) <= 512
+            return rank <= 32 or (rows - 32) * (rank - 32) <= 1024
         if rows < MIN_LONG_ROWS or rows > MAX_SHORT_ROWS:
             return rows < MIN_LONG_ROWS
         if self.is_bf16:

@@ -9,6 +9,7 @@ Temporaries have at most `MAX_TEMPORARY` elements, or those of one row of x and 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -199,6 +200,9 @@ def _add_blocks(
     as_it_is: bool,
 ) -> None:
     """One group of rows x and y, block by block, in their dtype or in fp32."""
+    num_weights = segment.rank * (len(slices) * x.shape[1] + y.shape[1])
+    if not as_it_is and a_stack.dtype != torch.float32 and num_weights <= MAX_TEMPORARY:
+        a_stack, b_stack, segment = _widened(a_stack, b_stack, segment, len(slices))
     block = MAX_TEMPORARY // (len(slices) * segment.rank) if as_it_is else _block_rows(x.shape[1] + y.shape[1])
     for rows, target in _blocks(x, y, max(1, block)):
         wide = target if as_it_is else target.float()
@@ -206,6 +210,14 @@ def _add_blocks(
         _add_products(some_rows, a_stack, b_stack, wide, (segment,), (rows.shape[0],), slices)
         if not as_it_is:
             target.copy_(wide)
+
+
+def _widened(a_stack: Tensor, b_stack: Tensor, segment: Segment, projections: int) -> tuple[Tensor, Tensor, Segment]:
+    """Stacks of one slot that hold what is live of a segment's in fp32, and the segment as one of theirs."""
+    live, width = segment.rank, a_stack.shape[2]
+    a = a_stack[segment.slot].view(projections, -1, width)[:, :live].float()
+    b = b_stack[segment.slot, :, :live].float()
+    return a.view(1, -1, width), b.unsqueeze(0), replace(segment, slot=0)
 
 
 def _blocks(x: Tensor, y: Tensor, num_rows: int) -> Iterable[tuple[Tensor, Tensor]]:

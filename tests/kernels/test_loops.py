@@ -54,7 +54,7 @@ def test_a_bf16_group_is_long_by_its_layer_too() -> None:
 
 
 def test_a_group_that_torch_would_widen_is_short_up_to_a_rank_of_32() -> None:
-    assert longest_short(WIDENED) == [999, 999, 999, 999, 48, 34]
+    assert longest_short(WIDENED) == [999, 999, 999, 999, 64, 36]
 
 
 def test_a_short_group_of_many_rows_is_in_several_loops() -> None:

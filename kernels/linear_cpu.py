@@ -1,12 +1,11 @@
 """A linear layer on the CPU: in the blocked order oneDNN multiplies in, or widened where it does not multiply."""
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear_native import linear_function, linear_native
+from kernels.support import cpu_multiplies
 
 _EXPECTED_ROWS = 64
 """Rows oneDNN is told to choose the blocking for; 16 to 256 measured alike, 1 is slower from two rows on."""
@@ -61,7 +60,7 @@ class PackedLinear:
         packed = _pack(weight.detach(), self._bias)
         self.is_packed = packed is not None
         is_on_cpu = weight.device.type == "cpu" and weight.numel() > 0
-        self.is_widened = packed is None and is_on_cpu and not _is_multiplied(weight.dtype)
+        self.is_widened = packed is None and is_on_cpu and not cpu_multiplies(weight.dtype)
         self._weight = weight.detach() if packed is None else packed
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -115,18 +114,6 @@ class PackedLinear:
             f"bias={self._bias is not None}, dtype={self.dtype}, "
             f"is_packed={self.is_packed}, is_widened={self.is_widened})"
         )
-
-
-@cache
-def _is_multiplied(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies a data type at the processor's rate, and not value by value."""
-    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    if dtype not in checks:
-        return True
-    try:
-        return bool(getattr(torch.ops.mkldnn, checks[dtype])())
-    except (AttributeError, RuntimeError):
-        return False
 
 
 def _pack(weight: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.decode_attention import Decodes, can_decode, decode_attention
+from kernels.support import cpu_multiplies
 from lora_core.engine.kv_cache import Ints, KVLayout
 from lora_core.engine.step_buffers import to_device
 
@@ -114,49 +115,57 @@ def attend_gathered(
     return out
 
 
+def _multiplied(tensor: Tensor) -> Tensor:
+    """A tensor in a data type that its device multiplies."""
+    return tensor.float() if tensor.device.type == "cpu" and not cpu_multiplies(tensor.dtype) else tensor
+
+
 def _attend_decodes(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float, softcap: float | None) -> Tensor:
     """`[B, num_heads, head_dim]` to the same."""
     batch, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[2]
-    keys, values = _gather(cache, group.pages).view(2, batch * num_kv_heads, -1, head_dim)
+    queries, gathered = _multiplied(queries), _multiplied(_gather(cache, group.pages))
+    keys, values = gathered.view(2, batch * num_kv_heads, -1, head_dim)
     group_size = num_heads // num_kv_heads
     if batch == 1 and softcap is None:
         # Starting the two products costs more than they save (bf16 on CPU: 20 us each).
-        mask = None if group.mask is None else group.mask[None]
+        mask = None if group.mask is None else group.mask[None].to(queries.dtype)
         packed = queries.reshape(1, num_kv_heads, group_size, head_dim)
         out = F.scaled_dot_product_attention(packed, keys[None], values[None], attn_mask=mask, scale=scale)
-        return out.view(1, num_heads, head_dim)
+        return out.view(1, num_heads, head_dim).to(cache.dtype)
     packed = (queries * scale).view(batch * num_kv_heads, group_size, head_dim)
     scores = torch.bmm(packed, keys.transpose(1, 2))
     if softcap is not None:
         _cap_(scores, softcap)
     if group.mask is not None:
         scores.view(batch, num_heads, -1).add_(group.mask)
-    return torch.bmm(torch.softmax(scores, -1), values).view(batch, num_heads, head_dim)
+    return torch.bmm(torch.softmax(scores, -1), values).view(batch, num_heads, head_dim).to(cache.dtype)
 
 
 def _attend_prefill(
     queries: Tensor, key_values: Tensor, cache: Tensor, chunk: PrefillChunk, scale: float, softcap: float | None
 ) -> Tensor:
-    """`[Tq, num_heads, head_dim]` to the same."""
+    """`[Tq, num_heads, head_dim]` to the same, in a data type that is multiplied."""
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[2]
     group = num_heads // num_kv_heads
+    queries = _multiplied(queries)
+    mask = None if chunk.mask is None else chunk.mask.to(queries.dtype)
     if chunk.pages is None:
-        keys, values = key_values.view(num_rows, 2, num_kv_heads, 1, head_dim).permute(1, 2, 3, 0, 4)
+        keys, values = _multiplied(key_values).view(num_rows, 2, num_kv_heads, 1, head_dim).permute(1, 2, 3, 0, 4)
     else:
-        gathered = _gather(cache, chunk.pages).view(2, num_kv_heads, 1, -1, head_dim)
+        gathered = _multiplied(_gather(cache, chunk.pages)).view(2, num_kv_heads, 1, -1, head_dim)
         keys, values = gathered[:, :, :, : chunk.kv_len]
     # KV heads are the batch, so that each one is shared by its query heads without a copy.
     packed = queries.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     if softcap is not None:
-        return _attend_capped(packed, keys, values, chunk.mask, scale, softcap).permute(2, 0, 1, 3).flatten(1, 2)
+        return _attend_capped(packed, keys, values, mask, scale, softcap).permute(2, 0, 1, 3).flatten(1, 2)
     out = F.scaled_dot_product_attention(
         packed,
         keys.expand(-1, group, -1, -1),
         values.expand(-1, group, -1, -1),
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scale,
     )
     return out.permute(2, 0, 1, 3).flatten(1, 2)

@@ -186,6 +186,20 @@ def test_half_precision_is_close(dtype: torch.dtype, tolerance: float) -> None:
 
 
 @ONLY_GATHERED
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-3), (torch.float16, 5e-4)])
+def test_what_the_processor_does_not_multiply_is_widened(
+    dtype: torch.dtype, tolerance: float, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rounded once: scores as large as these, rounded to 16 bits, give other weights."""
+    monkeypatch.setattr(gathered_attention, "cpu_multiplies", lambda dtype: False)
+    for lengths in ([(30, 1)], [(0, 20)], [(0, 5), (30, 1), (4, 3), (2, 1)]):
+        batch = PagedBatch(lengths, dtype=dtype, softcap=softcap, window=7)
+        batch.scale = 4.0
+        check(batch, tolerance)
+
+
+@ONLY_GATHERED
 def test_decodes_of_very_different_lengths_are_padded_apart() -> None:
     """Thirty short texts are not padded to one long one."""
     batch = PagedBatch([*[(10, 1)] * 15, (900, 1), *[(10, 1)] * 15])

@@ -150,11 +150,10 @@ def test_constant_weights_are_packed(value: float, dtype: torch.dtype) -> None:
     assert PackedLinear(torch.full((33, 4096), value, dtype=dtype)).is_packed
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_other_dtypes_are_served_unpacked(dtype: torch.dtype) -> None:
-    weight, bias = weight_and_bias(dtype)
+def test_other_dtypes_are_served_unpacked() -> None:
+    weight, bias = weight_and_bias(torch.float64)
     layer = PackedLinear(weight, bias)
-    x = torch.randn(3, 64).to(dtype)
+    x = torch.randn(3, 64, dtype=torch.float64)
     assert not layer.is_packed
     assert torch.equal(layer(x), F.linear(x, weight, bias))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels import PackedLinear, linear_cpu, linear_native, native
 from kernels.native import CACHE_VARIABLE, native_library
+from kernels.support import cpu_multiplies
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -19,7 +20,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 @pytest.fixture
 def unmultiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that multiplies fp32 alone, whichever this one is."""
-    monkeypatch.setattr(linear_cpu, "_is_multiplied", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(linear_cpu, "cpu_multiplies", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(linear_cpu, "_pack", lambda weight, bias: None)
 
 
@@ -133,14 +134,14 @@ def test_a_torch_without_its_private_checks_is_taken_for_one_that_multiplies_not
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_is_mkldnn_fp16_supported'")
 
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", missing)
-    linear_cpu._is_multiplied.cache_clear()
+    cpu_multiplies.cache_clear()
     try:
         x, weight, bias = operands(3, 24, 8, torch.float16)
         layer = PackedLinear(weight, bias)
         assert layer.is_widened
         assert_rounded_once(layer(x), x, weight, bias)
     finally:
-        linear_cpu._is_multiplied.cache_clear()
+        cpu_multiplies.cache_clear()
 
 
 def test_without_a_compiler_torch_multiplies(

@@ -30,7 +30,7 @@ typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 #endif
 
 /* Keeps a vector that is used several times in a register: read from memory at each use, it is memory that limits. */
-#if defined(__x86_64__) && !defined(__AVX512F__)
+#if defined(__AVX__) && !defined(__AVX512F__)
 #define HELD(vector) __asm__("" : "+x"(vector))
 #else
 #define HELD(vector) (void)(vector)

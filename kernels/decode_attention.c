@@ -38,14 +38,14 @@ static inline f4 sums4(const f8 *p) {
 static inline float sum8(f8 v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
 
 /* Eight numbers of the cache in fp32. */
-static inline __attribute__((always_inline)) f8 read8(const void *cache, int dtype, int64_t at) {
+INLINE f8 read8(const void *cache, int dtype, int64_t at) {
     return dtype == FP32 ? *(const f8 *)((const float *)cache + at) : widened8((const uint16_t *)cache + at);
 }
 
 /* scores[h][t] = q[h] . keys[t] for H query heads: keys are read, and widened, once for all of them. */
 #define SCORE(NAME, H)                                                                                                \
-    static inline __attribute__((always_inline)) void NAME(const float *q, const void *keys, int dtype, int64_t at,   \
-                                                           int count, int dim, float *scores, int padded) {           \
+    INLINE void NAME(const float *q, const void *keys, int dtype, int64_t at,                                         \
+                         int count, int dim, float *scores, int padded) {                                             \
         int t = 0;                                                                                                    \
         for (; t + 4 <= count; t += 4) {                                                                              \
             f8 p[H][4];                                                                                               \
@@ -69,8 +69,8 @@ static inline __attribute__((always_inline)) f8 read8(const void *cache, int dty
 
 /* out[h] += weights[h] @ values for H query heads, 32 or 8 columns at a time. */
 #define WEIGH(NAME, H)                                                                                                \
-    static inline __attribute__((always_inline)) void NAME(const float *weights, int padded, const void *values,      \
-                                                           int dtype, int64_t at, int count, int dim, float *out) {   \
+    INLINE void NAME(const float *weights, int padded, const void *values,                                            \
+                      int dtype, int64_t at, int count, int dim, float *out) {                                        \
         int d = 0;                                                                                                    \
         for (; d + 32 <= dim; d += 32) {                                                                              \
             f8 sums[H][4];                                                                                            \
@@ -103,7 +103,7 @@ WEIGH(weigh3, 3)
 WEIGH(weigh4, 4)
 
 /* Scores (`weigh` 0) or the output (`weigh` 1) of a page's tokens, for all query heads of a KV head: four at a time. */
-static inline __attribute__((always_inline)) void take(const Call *call, int dtype, int weigh, const float *q, float *out,
+INLINE void take(const Call *call, int dtype, int weigh, const float *q, float *out,
                                                        float *scores, int padded, int64_t at, int count) {
     int dim = call->dim, group = call->heads / call->kv_heads;
     for (int h = 0; h < group;) {
@@ -160,7 +160,7 @@ static inline int64_t place(const Call *call, const int32_t *table, int kv_head,
 
 /* Have a page's tokens from `token` on read from memory, as far as the second cache: pages lie anywhere, the processor
  * foresees none of them, and its first cache can wait for too few lines at a time. */
-static inline __attribute__((always_inline)) void fetch(const Call *call, int dtype, int weigh, const int32_t *table,
+INLINE void fetch(const Call *call, int dtype, int weigh, const int32_t *table,
                                                         int kv_head, int token) {
     int size = dtype == FP32 ? 4 : 2, count = call->block_size - token % call->block_size;
     const char *from = (const char *)call->cache + size * (weigh * call->plane + place(call, table, kv_head, token));
@@ -168,7 +168,7 @@ static inline __attribute__((always_inline)) void fetch(const Call *call, int dt
 }
 
 /* One unit: the g query heads of one KV head of one sequence. */
-static inline __attribute__((always_inline)) void attend(const Call *call, int dtype, int sequence, int kv_head,
+INLINE void attend(const Call *call, int dtype, int sequence, int kv_head,
                                                          float *scratch) {
     int dim = call->dim, block_size = call->block_size, group = call->heads / call->kv_heads;
     int length = call->lengths[sequence], first = call->window && length > call->window ? length - call->window : 0;

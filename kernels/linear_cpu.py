@@ -26,9 +26,9 @@ class PackedLinear:
     The packing operators are private to torch (Inductor emits them). Where they are missing, refuse the weight, or get
     a first product wrong, the layer keeps the plain weight and calls `F.linear`.
 
-    Unless that is in a data type of 16 bits which the processor does not multiply, as most do not fp16, and older ones
-    neither. Then weight and rows are widened, multiplied in fp32, and the result rounded once: 2 to 14 times the rate
-    of `F.linear`, and with few rows up to twice that of a packed weight in fp32, whose bytes are twice as many.
+    Unless that is of 16 bits and the processor does not multiply them (`cpu_multiplies`). Then weight and rows are
+    widened, multiplied in fp32, and the result rounded once. SmolLM2 in bf16, which has three times the rate of
+    `F.linear` so in decodes of 8 rows and six times in prompts, is up to twice as fast as packed in fp32.
 
     Attributes:
         in_features: Width of x.

@@ -36,6 +36,8 @@ typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 #define HELD(vector) (void)(vector)
 #endif
 
+#define INLINE static inline __attribute__((always_inline))
+
 enum { FP32 = 0, BF16 = 1 };
 
 static inline float widened(uint16_t value) {

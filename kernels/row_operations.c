@@ -41,7 +41,7 @@ static inline void write1(void *to, int dtype, int64_t at, float value) {
         ((uint16_t *)to)[at] = rounded(value);
 }
 
-static inline __attribute__((always_inline)) void norm_row(const Call *call, int dtype, int64_t row) {
+INLINE void norm_row(const Call *call, int dtype, int64_t row) {
     int64_t from = row * call->x_stride, to = row * call->width;
     int width = call->width, k = 0;
     f8 sums[4] = {{0}, {0}, {0}, {0}};
@@ -71,7 +71,7 @@ static inline __attribute__((always_inline)) void norm_row(const Call *call, int
 SHARE(norm_fp32, norm_row, FP32)
 SHARE(norm_bf16, norm_row, BF16)
 
-static inline __attribute__((always_inline)) void gate_row(const Call *call, int dtype, int64_t row) {
+INLINE void gate_row(const Call *call, int dtype, int64_t row) {
     int64_t from = row * call->x_stride, to = row * call->width;
     int width = call->width, k = 0;
     for (; k + 8 <= width; k += 8) {

@@ -34,8 +34,6 @@ typedef struct {
 } Call;
 
 /* What is read of x, a, b and y. The type is always a constant where these are called, and so chosen by the compiler. */
-#define INLINE static inline __attribute__((always_inline))
-
 INLINE const void *at(const void *values, int dtype, int64_t index) {
     return dtype == FP32 ? (const void *)((const float *)values + index) : (const void *)((const uint16_t *)values + index);
 }

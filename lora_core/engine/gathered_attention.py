@@ -33,8 +33,8 @@ class DecodeGroup:
     Attributes:
         rows: int64 `[B]`, their token rows; None when they are all rows of the step, in order.
         pages: int64 `[2 * B * num_kv_heads * L / block_size]`, see `KVLayout.page_rows`.
-        mask: `[B, 1, L]` in the model's data type, 0 or -inf past a sequence's end or before its window; None when all
-            L tokens of each are attended to.
+        mask: `[B, 1, L]` in the data type that is multiplied, 0 or -inf past a sequence's end or before its window;
+            None when all L tokens of each are attended to.
     """
 
     rows: Tensor | None
@@ -49,7 +49,8 @@ class PrefillChunk:
     Attributes:
         kv_len: Tokens read, the new ones last: the sequence, or what windows reach of it, from the start of a block.
         pages: int64, pages of these tokens; None when there is no past, and the new keys and values are all.
-        mask: `[stop - start, kv_len]` in the model's data type, 0 or -inf; None when it is plain causal without a past.
+        mask: `[stop - start, kv_len]` in the data type that is multiplied, 0 or -inf; None when it is plain causal
+            without a past.
     """
 
     start: int
@@ -115,9 +116,14 @@ def attend_gathered(
     return out
 
 
+def _multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which data type a device attends to keys and values of another."""
+    return torch.float32 if device.type == "cpu" and not cpu_multiplies(dtype) else dtype
+
+
 def _multiplied(tensor: Tensor) -> Tensor:
     """A tensor in a data type that its device multiplies."""
-    return tensor.float() if tensor.device.type == "cpu" and not cpu_multiplies(tensor.dtype) else tensor
+    return tensor.to(_multiplied_dtype(tensor.dtype, tensor.device))
 
 
 def _attend_decodes(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float, softcap: float | None) -> Tensor:
@@ -129,7 +135,7 @@ def _attend_decodes(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: f
     group_size = num_heads // num_kv_heads
     if batch == 1 and softcap is None:
         # Starting the two products costs more than they save (bf16 on CPU: 20 us each).
-        mask = None if group.mask is None else group.mask[None].to(queries.dtype)
+        mask = None if group.mask is None else group.mask[None]
         packed = queries.reshape(1, num_kv_heads, group_size, head_dim)
         out = F.scaled_dot_product_attention(packed, keys[None], values[None], attn_mask=mask, scale=scale)
         return out.view(1, num_heads, head_dim).to(cache.dtype)
@@ -150,7 +156,6 @@ def _attend_prefill(
     num_kv_heads = cache.shape[2]
     group = num_heads // num_kv_heads
     queries = _multiplied(queries)
-    mask = None if chunk.mask is None else chunk.mask.to(queries.dtype)
     if chunk.pages is None:
         keys, values = _multiplied(key_values).view(num_rows, 2, num_kv_heads, 1, head_dim).permute(1, 2, 3, 0, 4)
     else:
@@ -159,13 +164,13 @@ def _attend_prefill(
     # KV heads are the batch, so that each one is shared by its query heads without a copy.
     packed = queries.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     if softcap is not None:
-        return _attend_capped(packed, keys, values, mask, scale, softcap).permute(2, 0, 1, 3).flatten(1, 2)
+        return _attend_capped(packed, keys, values, chunk.mask, scale, softcap).permute(2, 0, 1, 3).flatten(1, 2)
     out = F.scaled_dot_product_attention(
         packed,
         keys.expand(-1, group, -1, -1),
         values.expand(-1, group, -1, -1),
-        attn_mask=mask,
-        is_causal=mask is None,
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
         scale=scale,
     )
     return out.permute(2, 0, 1, 3).flatten(1, 2)
@@ -294,4 +299,5 @@ def _prefill_chunk(step: StepSequences, index: int, window: int | None, *, has_p
 
 
 def _mask(excluded: npt.NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return to_device(np.where(excluded, np.float32("-inf"), np.float32(0)), device).to(dtype)
+    mask = to_device(np.where(excluded, np.float32("-inf"), np.float32(0)), device)
+    return mask.to(_multiplied_dtype(dtype, device))

@@ -10,7 +10,7 @@
 
 /* A tile is TILE_ROWS rows by TILE_OUTS outputs: as many sums as 16 registers hold beside what they are made of. */
 enum { ROWS = 32 /* of x that are widened at a time */, TILE_ROWS = 4, TILE_OUTS = 3, SUMS = 16, FEW_SUMS = 8 };
-enum { FP16 = 2, STEP = 8, LINE = 64 /* bytes */ };
+enum { STEP = 8, LINE = 64 /* bytes */ };
 
 /* One call, as `kernels.linear_native` packs it: no padding between the fields. */
 typedef struct {
@@ -29,16 +29,6 @@ typedef struct {
     int64_t stride;
     int first, count;
 } Rows;
-
-#ifdef __F16C__
-INLINE f8 widened_half8(const void *from) { return (f8)_mm256_cvtph_ps(_mm_loadu_si128(from)); }
-INLINE float widened_half(uint16_t value) { return _cvtsh_ss(value); }
-INLINE uint16_t rounded_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
-#else /* not served: the check of what was compiled finds zeros */
-INLINE f8 widened_half8(const void *from) { return (void)from, (f8){0}; }
-INLINE float widened_half(uint16_t value) { return (void)value, 0.0f; }
-INLINE uint16_t rounded_half(float value) { return (void)value, 0; }
-#endif
 
 INLINE f8 part8(const uint16_t *from, int dtype) { return dtype == BF16 ? widened8(from) : widened_half8(from); }
 

@@ -1,4 +1,4 @@
-/* What the C sources of this folder share: vectors of eight fp32 numbers, bf16, and the threads of torch. The vector
+/* What the C sources of this folder share: vectors of eight fp32 numbers, bf16, fp16, and the threads of torch. The vector
  * extensions are those of gcc 9 and clang 5, and later ones.
  */
 #include <stdint.h>
@@ -38,7 +38,7 @@ typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { FP32 = 0, BF16 = 1 };
+enum { FP32 = 0, BF16 = 1, FP16 = 2 };
 
 static inline float widened(uint16_t value) {
     uint32_t bits = (uint32_t)value << 16;
@@ -91,6 +91,35 @@ static inline void round8(uint16_t *to, f8 values) {
 #endif
 }
 
+#ifdef __F16C__
+INLINE f8 widened_half8(const void *from) { return (f8)_mm256_cvtph_ps(_mm_loadu_si128(from)); }
+INLINE float widened_half(uint16_t value) { return _cvtsh_ss(value); }
+INLINE uint16_t rounded_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+INLINE void round_half8(uint16_t *to, f8 values) {
+    _mm_storeu_si128((void *)to, _mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
+}
+#else /* not served: the check of what was compiled finds zeros */
+INLINE f8 widened_half8(const void *from) { return (void)from, (f8){0}; }
+INLINE float widened_half(uint16_t value) { return (void)value, 0.0f; }
+INLINE uint16_t rounded_half(float value) { return (void)value, 0; }
+INLINE void round_half8(uint16_t *to, f8 values) { (void)values, memset(to, 0, 16); }
+#endif
+
+/* The widest vector of fp32 numbers that the processor multiplies at once, and a sum of products in it. */
+#ifdef __AVX512F__
+typedef f16 Part;
+enum { PART = 16 };
+#define WIDENED_PART widened16
+#define ADD_FP32(sum, row, weights) (sum += (row) * (weights))
+static inline Part part_of(float v) { return (Part){v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
+#else
+typedef f8 Part;
+enum { PART = 8 };
+#define WIDENED_PART widened8
+#define ADD_FP32(sum, row, weights) (sum = fused8(row, weights, sum))
+static inline Part part_of(float v) { return (Part){v, v, v, v, v, v, v, v}; }
+#endif
+
 /* Lane i of the result is the sum of the lanes of p[i]. */
 static inline f8 sums8(const f8 *p) {
     f8 t[4], u[2];
@@ -120,4 +149,15 @@ static inline f8 exp8(f8 x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     return p * (f8)((power + 127) << 23);
+}
+
+/* tanh within 8 units in the last place. What is no number stays none. */
+static inline f8 tanh8(f8 x) {
+    i8 is_small = (i8)((f8)((i8)x & 0x7fffffff) < 0.25f);
+    f8 square = x * x, p = square * (-1382.0f / 155925) + 62.0f / 2835;
+    p = p * square - 17.0f / 315;
+    p = p * square + 2.0f / 15;
+    p = p * square - 1.0f / 3;
+    f8 small = x + x * square * p, large = 1.0f - 2.0f / (exp8(x + x) + 1.0f);
+    return (f8)(((i8)small & is_small) | ((i8)large & ~is_small));
 }

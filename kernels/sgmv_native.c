@@ -51,17 +51,7 @@ INLINE f4 values4(const void *values, int dtype, int64_t index) {
 }
 
 /* A tile of products is 4 rows of x by WIDE of A: as many sums as the registers hold beside what they are made of. */
-#ifdef __AVX512F__
-typedef f16 Part;
-enum { PART = 16, WIDE = 4 };
-#define WIDENED_PART widened16
-#define ADD_FP32(sum, row, weights) (sum += (row) * (weights))
-#else
-typedef f8 Part;
-enum { PART = 8, WIDE = 3 };
-#define WIDENED_PART widened8
-#define ADD_FP32(sum, row, weights) (sum = fused8(row, weights, sum))
-#endif
+enum { WIDE = PART == 16 ? 4 : 3 };
 
 static inline float part_sum(Part v) {
     f4 p[PART / 4], sum;

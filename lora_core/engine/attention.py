@@ -2,8 +2,8 @@
 
 All of a step's index arithmetic is done once, on the host, by `build_attention`, and shared by its layers. Pages are
 read where they lie by the Triton kernels of `kernels.paged_attention` or by FlashInfer, where a device runs them, and
-for sequences that decode on the CPU by `kernels.decode_attention`; elsewhere they are gathered in plain torch. What
-`build_attention` was given decides, and `attend` follows.
+on the CPU by `kernels.attention_native`; elsewhere they are gathered in plain torch. What `build_attention` was given
+decides, and `attend` follows.
 """
 
 import logging
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import PagedLayout, PagedSchedule, build_paged_schedule, paged_attention
+from kernels.attention_native import PagedSequences, attend_native, can_attend
 from kernels.flashinfer_attention import FlashInferAttention, FlashInferStep, PageLists
 from kernels.paged_attention import layout_fault
 from kernels.support import triton_fault, warn_of_fallback
@@ -23,9 +24,7 @@ from lora_core.engine.gathered_attention import (
     AttentionReads,
     StepSequences,
     attend_gathered,
-    build_decodes,
     build_reads,
-    is_compiled,
 )
 from lora_core.engine.kv_cache import Ints, KVLayout
 from lora_core.engine.step_buffers import to_device
@@ -53,6 +52,7 @@ class AttentionMetadata:
             share one object. Empty where kernels read pages where they lie.
         schedule: What the Triton kernels read, for all windows; None where they do not attend.
         planned: What FlashInfer computes; None where it does not attend.
+        sequences: What the C kernel reads, for all windows; None where it does not attend.
     """
 
     write_rows: Tensor
@@ -60,6 +60,7 @@ class AttentionMetadata:
     reads: Mapping[int | None, AttentionReads]
     schedule: PagedSchedule | None = None
     planned: FlashInferStep | None = None
+    sequences: PagedSequences | None = None
 
 
 def paged_layout(layout: KVLayout, num_heads: int, *, dtype: torch.dtype, device: torch.device) -> PagedLayout | None:
@@ -121,13 +122,15 @@ def build_attention(
         return AttentionMetadata(write_rows, None, {}, planned=flashinfer.plan(lists))
     if paged is not None:
         return AttentionMetadata(write_rows, None, {}, _schedule(spans, q_lens, kv_lens, paged, device))
+    if device.type == "cpu" and can_attend(dtype, layout.head_dim):
+        sequences = PagedSequences.of(row_offsets[:-1], q_lens, kv_lens, tables)
+        return AttentionMetadata(write_rows, None, {}, sequences=sequences)
 
     longest = int(kv_lens.max())
     narrowed = {window: None if window is None or window >= longest else window for window in windows}
     step = StepSequences(q_lens, kv_lens, row_offsets, tables, layout, dtype, device)
-    compiled = build_decodes(step)
-    reads = {window: build_reads(step, window, compiled) for window in set(narrowed.values())}
-    fresh = blocks[:0] if is_compiled(step) else blocks[offsets == 0]
+    reads = {window: build_reads(step, window) for window in set(narrowed.values())}
+    fresh = blocks[offsets == 0]
     return AttentionMetadata(
         write_rows=write_rows,
         fresh_blocks=to_device(fresh, device) if fresh.size else None,
@@ -186,8 +189,11 @@ def attend(
         out = attention.planned.attend(queries, cache, scale=scale, window=window, softcap=softcap)
     elif attention.schedule is not None:
         out = paged_attention(queries, cache, attention.schedule, scale=scale, window=window, softcap=softcap)
+    elif attention.sequences is not None:
+        out = queries.new_empty(queries.shape)
+        attend_native(queries, cache, attention.sequences, out, scale=scale, window=window, softcap=softcap)
     else:
-        out = attend_gathered(queries, key_values, cache, attention.reads[window], scale, window, softcap)
+        out = attend_gathered(queries, key_values, cache, attention.reads[window], scale, softcap)
     return out.flatten(1)
 
 

@@ -1,7 +1,6 @@
 """Attention over a paged KV cache without Triton: pages are gathered and multiplied in plain torch.
 
-The query heads of one KV head are packed together. Runs on every device. On the CPU sequences that decode are left to
-`kernels.decode_attention`, which gathers nothing, where it could be compiled.
+The query heads of one KV head are packed together. Runs on every device, where no kernel serves it or the model.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.decode_attention import Decodes, can_decode, decode_attention
 from kernels.support import cpu_multiplies
 from lora_core.engine.kv_cache import Ints, KVLayout
 from lora_core.engine.step_buffers import to_device
@@ -62,11 +60,10 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class AttentionReads:
-    """What a step's rows attend to; every row is of exactly one decode group or prefill chunk, or of `compiled`."""
+    """What a step's rows attend to; every row is of exactly one decode group or prefill chunk."""
 
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillChunk, ...]
-    compiled: Decodes | None = None
 
 
 class StepSequences(NamedTuple):
@@ -97,15 +94,12 @@ def attend_gathered(
     cache: Tensor,
     reads: AttentionReads,
     scale: float,
-    window: int | None,
     softcap: float | None,
 ) -> Tensor:
     """`lora_core.engine.attention.attend` from gathered pages: `[T, num_heads, head_dim]` to the same."""
     if len(reads.decodes) == 1 and reads.decodes[0].rows is None:
         return _attend_decodes(queries, cache, reads.decodes[0], scale, softcap)
     out = queries.new_empty(queries.shape)
-    if reads.compiled is not None:
-        decode_attention(queries, cache, reads.compiled, out, scale=scale, window=window, softcap=softcap)
     for group in reads.decodes:
         assert group.rows is not None
         members = queries.index_select(0, group.rows)
@@ -209,26 +203,12 @@ def _groups_of_near_length(members: Ints, lengths: Ints) -> Iterator[Ints]:
         yield from _groups_of_near_length(members[part], lengths[part])
 
 
-def is_compiled(step: StepSequences) -> bool:
-    """Whether sequences that decode are left to the compiled kernel."""
-    return step.device.type == "cpu" and can_decode(step.dtype, step.layout.head_dim)
-
-
-def build_decodes(step: StepSequences) -> Decodes | None:
-    """The sequences that decode, for the compiled kernel, whatever the window; None without any, and without it."""
-    decoding = np.flatnonzero(step.q_lens == 1)
-    if not decoding.size or not is_compiled(step):
-        return None
-    return Decodes.of(step.row_offsets[decoding], step.kv_lens[decoding], step.tables[decoding])
-
-
-def build_reads(step: StepSequences, window: int | None, compiled: Decodes | None) -> AttentionReads:
+def build_reads(step: StepSequences, window: int | None) -> AttentionReads:
     """What the step's rows attend to with a window, in tokens; None is the whole past.
 
     Args:
         step: Its sequences.
         window: Tokens a token attends to, itself included.
-        compiled: What `build_decodes` gives for the step.
     """
     if window is None:
         first_positions = np.zeros_like(step.kv_lens)
@@ -239,7 +219,7 @@ def build_reads(step: StepSequences, window: int | None, compiled: Decodes | Non
     shifted = step._replace(
         kv_lens=step.kv_lens - first_blocks * step.layout.block_size, tables=_skip_blocks(step, first_blocks)
     )
-    decoding = np.flatnonzero(step.q_lens == 1) if compiled is None else np.arange(0)
+    decoding = np.flatnonzero(step.q_lens == 1)
     whole_step = len(decoding) == len(step.q_lens)
     block_size = step.layout.block_size
     groups = list(_groups_of_near_length(decoding, -(-shifted.kv_lens[decoding] // block_size) * block_size))
@@ -251,7 +231,6 @@ def build_reads(step: StepSequences, window: int | None, compiled: Decodes | Non
             _prefill_chunk(shifted, index, window, has_past=bool(step.kv_lens[index] > step.q_lens[index]))
             for index in np.flatnonzero(step.q_lens > 1).tolist()
         ),
-        compiled=compiled,
     )
 
 

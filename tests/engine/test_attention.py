@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.decode_attention import can_decode
+from kernels.attention_native import can_attend
+from lora_core.engine import attention as module
 from lora_core.engine import gathered_attention
 from lora_core.engine.attention import (
     AttentionMetadata,
@@ -29,10 +30,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True, params=["compiled", "gathered"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs with the compiled kernel for decodes, and as where there is none."""
-    assert can_decode(torch.float32, 8), "the project needs a C compiler"
+    """Every test runs with the compiled kernel, and as where there is none."""
+    assert can_attend(torch.float32, 8), "the project needs a C compiler"
     if request.param == "gathered":
-        monkeypatch.setattr(gathered_attention, "can_decode", lambda dtype, head_dim: False)
+        monkeypatch.setattr(module, "can_attend", lambda dtype, head_dim: False)
     return str(request.param)
 
 
@@ -253,12 +254,14 @@ def test_only_pages_inside_the_window_are_gathered() -> None:
     check(batch)
 
 
+@ONLY_GATHERED
 def test_a_prompt_inside_its_window_needs_no_mask() -> None:
     assert PagedBatch([(0, 6)], window=6).reads().prefills[0].mask is None
     assert PagedBatch([(0, 7)], window=6).reads().prefills[0].mask is not None
     check(PagedBatch([(0, 7)], window=6))
 
 
+@ONLY_GATHERED
 def test_windows_that_reach_past_every_sequence_cost_nothing() -> None:
     spans = PagedBatch([(8, 4), (11, 1)]).sequences
     layout = KVLayout(num_blocks=16, num_kv_heads=1, block_size=4, head_dim=8)

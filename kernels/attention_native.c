@@ -24,8 +24,7 @@ typedef struct {
     const int32_t *counts;  /* [count], its rows */
     const int32_t *lengths; /* [count], its tokens, those of its rows last */
     const int32_t *tables;  /* [count, table_width], pages */
-    float *scratch;         /* [num_threads, scratch_size] */
-    int64_t query_stride, out_stride, plane, scratch_size;
+    int64_t query_stride, out_stride, plane;
     int32_t dtype, count, heads, kv_heads, dim, block_size, table_width, window, num_threads, next;
     float scale, softcap;
 } Call;
@@ -199,11 +198,12 @@ INLINE void fetch(const Call *call, int dtype, int weigh, const int32_t *table,
 }
 
 /* One row: the g query heads of one KV head. */
-INLINE void attend_one(const Call *call, int dtype, Tile tile, float *scratch) {
+INLINE int attend_one(const Call *call, int dtype, Tile tile) {
     int dim = call->dim, block_size = call->block_size, group = call->heads / call->kv_heads;
     int length = tile.length, first = call->window && length > call->window ? length - call->window : 0;
     int count = length - first, padded = (count + 7) & ~7;
-    float *q = scratch, *out = q + group * dim, *scores = out + group * dim;
+    float *q = scratch_of_thread((int64_t)group * (2 * dim + padded)), *out = q + group * dim, *scores = out + group * dim;
+    if (!q) return 1;
 
     int64_t head = tile.row * call->query_stride + (int64_t)tile.kv_head * group * dim;
     for (int k = 0; k < group * dim; k += 8) {
@@ -228,6 +228,7 @@ INLINE void attend_one(const Call *call, int dtype, Tile tile, float *scratch) {
     }
     int64_t to = tile.row * call->out_stride + (int64_t)tile.kv_head * group * dim;
     for (int k = 0; k < group * dim; k += 8) write8(call->out, dtype, to + k, *(const f8 *)(out + k) / q[k / dim]);
+    return 0;
 }
 
 /* Tokens of a sequence that are packed: [first, first + count), the tokens before `skipped` of them left out. Blocks begin
@@ -339,14 +340,16 @@ static void soften_block(const Call *call, float *scores, int count, int from, i
 }
 
 /* Several rows: the g query heads of one KV head for each, row by row. */
-INLINE void attend_many(const Call *call, int dtype, Tile tile, float *scratch) {
+INLINE int attend_many(const Call *call, int dtype, Tile tile) {
     int dim = call->dim, group = call->heads / call->kv_heads, count = tile.count * group;
     int width = (dim + PANEL - 1) / PANEL * PANEL, padded = (count + PRODUCT_ROWS - 1) / PRODUCT_ROWS * PRODUCT_ROWS;
     int position = tile.length - tile.count, window = call->window ? call->window : tile.length;
     int first = position + 1 > window ? position + 1 - window : 0;
-    float *q = scratch, *out = q + padded * dim, *scores = out + padded * width, *keys = scores + padded * KEYS;
+    float *q = scratch_of_thread((int64_t)(padded + KEYS) * (dim + width) + padded * (KEYS + 2));
+    float *out = q + padded * dim, *scores = out + padded * width, *keys = scores + padded * KEYS;
     float *values = keys + KEYS * dim;
     Softmax *rows = (Softmax *)(values + KEYS * width);
+    if (!q) return 1;
 
     memset(q, 0, sizeof *q * (size_t)(padded * (dim + width)));
     for (int r = 0; r < count; r++) {
@@ -378,15 +381,13 @@ INLINE void attend_many(const Call *call, int dtype, Tile tile, float *scratch) 
         for (int d = 0; d < dim; d += 8)
             write8(call->out, dtype, to + d, *(const f8 *)(out + r * width + d) / rows[r].sum);
     }
+    return 0;
 }
 
 /* By the sequence's rows, not the tile's: the last tile of many may have one row, which gets what it would get in another. */
-#define ATTEND(NAME, DTYPE)                                         \
-    static void NAME(const Call *call, Tile tile, float *scratch) { \
-        if (tile.is_alone)                                          \
-            attend_one(call, DTYPE, tile, scratch);                 \
-        else                                                        \
-            attend_many(call, DTYPE, tile, scratch);                \
+#define ATTEND(NAME, DTYPE)                                                                        \
+    static int NAME(const Call *call, Tile tile) {                                                 \
+        return tile.is_alone ? attend_one(call, DTYPE, tile) : attend_many(call, DTYPE, tile);      \
     }
 ATTEND(attend_fp32, FP32)
 ATTEND(attend_bf16, BF16)
@@ -398,17 +399,14 @@ static int tile_rows(const Call *call) {
     return rows < 1 ? 1 : rows;
 }
 
-void lora_fleet_attention(Call *call) {
-    static void (*const attend[])(const Call *, Tile, float *) = {attend_fp32, attend_bf16, attend_fp16};
-    int units = 0, step = tile_rows(call);
+/* Returns whether there was no memory for it. */
+int lora_fleet_attention(Call *call) {
+    static int (*const attend[])(const Call *, Tile) = {attend_fp32, attend_bf16, attend_fp16};
+    int units = 0, failed = 0, step = tile_rows(call);
     for (int i = 0; i < call->count; i++) units += (call->counts[i] + step - 1) / step * call->kv_heads;
 #pragma omp parallel num_threads(call->num_threads) if (call->num_threads > 1)
     {
-        int thread = 0, sequence = 0, begin = 0 /* of the sequence's units */;
-#ifdef _OPENMP
-        thread = omp_get_thread_num();
-#endif
-        float *scratch = call->scratch + thread * call->scratch_size;
+        int sequence = 0, begin = 0 /* of the sequence's units */;
         /* Tiles differ in length: whoever is free takes the next unit; a sequence's longest come first. */
         for (int unit; (unit = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED)) < units;) {
             int tiles;
@@ -418,7 +416,8 @@ void lora_fleet_attention(Call *call) {
             Tile tile = {call->tables + (int64_t)sequence * call->table_width, call->rows[sequence] + start,
                          left < step ? left : step, 0, (unit - begin) % call->kv_heads, call->counts[sequence] == 1};
             tile.length = call->lengths[sequence] - left + tile.count;
-            attend[call->dtype](call, tile, scratch);
+            if (attend[call->dtype](call, tile)) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
         }
     }
+    return failed;
 }

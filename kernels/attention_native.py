@@ -18,11 +18,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 VECTOR = 8
 """A head's width is a multiple of this."""
 
-_CALL = struct.Struct("=8Q4q10i2f")
+_CALL = struct.Struct("=7Q3q10i2f")
 """The struct `Call` of the C source."""
-
-_TILE_QUERIES, _PRODUCT_ROWS, _PANEL, _KEYS = 48, 6, 32, 128
-"""`ROWS`, `PRODUCT_ROWS`, the largest `PANEL` and `KEYS` of the C source."""
 
 _SMALLEST_SHARE = 1 << 15
 """Values of keys and values that a thread should have to read at least: about 5 us."""
@@ -38,33 +35,26 @@ class PagedSequences(NamedTuple):
         counts: int32 `[count]`, its rows: at least 1.
         lengths: int32 `[count]`, its tokens, those of its rows last.
         tables: int32 `[count, most blocks]`, contiguous, its blocks.
-        num_tokens: Sum of the lengths.
-        longest: The largest of the lengths of those with one row; 0 without any.
-        most_rows: The largest of the counts.
+        addresses: Of these four arrays, which numpy takes a while to tell: once a step, not in every layer.
+        num_reads: Tokens that are read for each KV head, at most.
     """
 
     rows: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
     lengths: npt.NDArray[np.int32]
     tables: npt.NDArray[np.int32]
-    num_tokens: int
-    longest: int
-    most_rows: int
+    addresses: tuple[int, ...]
+    num_reads: int
 
     @classmethod
     def of(
         cls, rows: npt.NDArray[Any], counts: npt.NDArray[Any], lengths: npt.NDArray[Any], tables: npt.NDArray[Any]
     ) -> "PagedSequences":
         """From arrays of any whole numbers; at least one sequence."""
-        return cls(
-            np.ascontiguousarray(rows, np.int32),
-            np.ascontiguousarray(counts, np.int32),
-            np.ascontiguousarray(lengths, np.int32),
-            np.ascontiguousarray(tables, np.int32),
-            int(lengths.sum()),
-            int(lengths[counts == 1].max(initial=0)),
-            int(counts.max()),
-        )
+        arrays = tuple(np.ascontiguousarray(array, np.int32) for array in (rows, counts, lengths, tables))
+        addresses = tuple(array.ctypes.data for array in arrays)
+        num_reads = int((counts * lengths).sum())
+        return cls(arrays[0], arrays[1], arrays[2], arrays[3], addresses, num_reads)
 
 
 def can_attend(dtype: torch.dtype, head_dim: int) -> bool:
@@ -116,39 +106,19 @@ def _call(
 ) -> None:
     _, num_heads, head_dim = queries.shape
     _, _, num_kv_heads, block_size, _ = cache.shape
-    longest = min(sequences.longest, window or sequences.longest)
-    scratch_size = _scratch_size(num_heads // num_kv_heads, head_dim, sequences.most_rows, longest)
-    num_values = 2 * sequences.num_tokens * num_kv_heads * head_dim * sequences.most_rows
+    num_values = 2 * sequences.num_reads * num_kv_heads * head_dim
     num_threads = min(torch.get_num_threads(), 1 + num_values // _SMALLEST_SHARE)
-    scratch = torch.empty(num_threads * scratch_size)
-    # In the order of the C source's struct.
+    # In the order of the C source's struct, which counts in it the units of work that were taken.
     call = ctypes.create_string_buffer(
         _CALL.pack(
-            queries.data_ptr(), cache.data_ptr(), out.data_ptr(),
-            sequences.rows.ctypes.data, sequences.counts.ctypes.data, sequences.lengths.ctypes.data,
-            sequences.tables.ctypes.data, scratch.data_ptr(),
-            queries.stride(0), out.stride(0), cache.stride(0), scratch_size,
+            queries.data_ptr(), cache.data_ptr(), out.data_ptr(), *sequences.addresses,
+            queries.stride(0), out.stride(0), cache.stride(0),
             DTYPES[queries.dtype], len(sequences.rows), num_heads, num_kv_heads, head_dim, block_size,
             sequences.tables.shape[1], window, num_threads, 0,
             scale, softcap,
         )
     )  # fmt: skip
     function(call)
-
-
-def _scratch_size(group: int, head_dim: int, most_rows: int, longest: int) -> int:
-    """Floats that a thread of the C source needs, for what `attend_one` and `attend_many` lay out there."""
-    one = 2 * group * head_dim + group * _up(longest, VECTOR)
-    if most_rows == 1:
-        return _up(one, _PANEL)
-    rows, width = _up(max(_TILE_QUERIES, group), _PRODUCT_ROWS), _up(head_dim, _PANEL)
-    many = rows * (head_dim + width + _KEYS + 2) + _KEYS * (head_dim + width)
-    return _up(max(one, many), _PANEL)
-
-
-def _up(number: int, multiple: int) -> int:
-    """The next multiple that is not smaller."""
-    return -(-number // multiple) * multiple
 
 
 @cache

@@ -62,6 +62,7 @@ class PackedLinear:
         is_on_cpu = weight.device.type == "cpu" and weight.numel() > 0
         self.is_widened = packed is None and is_on_cpu and not cpu_multiplies(weight.dtype)
         self._weight = weight.detach() if packed is None else packed
+        self._is_native = self.is_widened and weight.is_contiguous() and linear_function(weight.dtype) is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply `x` `[..., in_features]`, of the weight's dtype, to `[..., out_features]`.
@@ -73,23 +74,25 @@ class PackedLinear:
             raise ValueError(
                 f"x is {x.dtype} {list(x.shape)}, expected {self.dtype} [..., {self.in_features}] as weight is"
             )
-        if self.is_widened:
-            return self._widened(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-        if not self.is_packed:
+        if self.is_packed:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+            return y
+        if not self.is_widened:
             return F.linear(x, self._weight, self._bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return y
+        if x.dim() == 2:
+            return self._widened(x)
+        return self._widened(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def _widened(self, rows: Tensor) -> Tensor:
         """Map `[rows, in_features]` to `[rows, out_features]`."""
-        weight, bias = self._weight, self._bias
-        if len(rows) <= _FEW_ROWS:
-            if linear_function(self.dtype) is None or not weight.is_contiguous():
+        weight, bias, num_rows = self._weight, self._bias, rows.shape[0]
+        if num_rows <= _FEW_ROWS:
+            if not self._is_native:
                 return F.linear(rows, weight, bias)
             return linear_native(rows if rows.stride(1) == 1 else rows.contiguous(), weight, bias)
-        y = rows.new_empty(len(rows), self.out_features)
+        y = rows.new_empty(num_rows, self.out_features)
         wide = rows.float()
-        step = max(1, _MAX_WIDENED // max(self.in_features, len(rows)))
+        step = max(1, _MAX_WIDENED // max(self.in_features, num_rows))
         for start in range(0, self.out_features, step):
             outs = slice(start, start + step)
             y[:, outs] = F.linear(wide, weight[outs].float(), None if bias is None else bias[outs].float())
@@ -127,7 +130,7 @@ def _pack(weight: Tensor, bias: Tensor | None) -> Tensor | None:
     expected = F.linear(row, weight, bias)
     try:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(row, packed, bias, "none", [], "")
+        found: Tensor = torch.ops.mkldnn._linear_pointwise.default(row, packed, bias, "none", [], "")
     except (AttributeError, RuntimeError, TypeError):
         return None
     return packed if found.shape == expected.shape and _is_close(found, expected, weight) else None

@@ -18,7 +18,6 @@ typedef struct {
     const uint16_t *weight; /* [out, width] */
     const uint16_t *bias;   /* [out], or NULL */
     uint16_t *y;            /* [rows, out] */
-    float *scratch;         /* [num_threads, ROWS + TILE_OUTS, width rounded up to STEP] */
     int64_t x_stride;
     int32_t dtype, rows, width, out, num_threads, unused;
 } Call;
@@ -146,7 +145,9 @@ static void add_outs(const Call *call, Rows rows, int first, int last, float *we
     }
 }
 
-void lora_fleet_linear(const Call *call) {
+/* Returns whether there was no memory for it. */
+int lora_fleet_linear(const Call *call) {
+    int failed = 0;
 #pragma omp parallel num_threads(call->num_threads) if (call->num_threads > 1)
     {
         int64_t thread = 0, threads = 1, stride = padded(call->width);
@@ -155,12 +156,14 @@ void lora_fleet_linear(const Call *call) {
         threads = omp_get_num_threads();
 #endif
         int first = (int)(call->out * thread / threads), last = (int)(call->out * (thread + 1) / threads);
-        float *x = call->scratch + thread * (ROWS + TILE_OUTS) * stride;
-        for (int row = 0; row < call->rows; row += ROWS) {
+        float *x = scratch_of_thread((ROWS + TILE_OUTS) * stride);
+        if (!x) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+        for (int row = 0; x && row < call->rows; row += ROWS) {
             Rows rows = {x, stride, row, call->rows - row < ROWS ? call->rows - row : ROWS};
             for (int r = 0; r < rows.count; r++)
                 widen_row(call->x + (row + r) * call->x_stride, call->dtype, call->width, x + r * stride);
             add_outs(call, rows, first, last, x + ROWS * stride);
         }
     }
+    return failed;
 }

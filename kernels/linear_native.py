@@ -15,11 +15,8 @@ from kernels.native import checked_functions
 DTYPES = {torch.bfloat16: 1, torch.float16: 2}
 """Data types that the C source takes, with the numbers by which it knows them."""
 
-_CALL = struct.Struct("=5Qq6i")
+_CALL = struct.Struct("=4Qq6i")
 """The struct `Call` of the C source."""
-
-_SCRATCH_ROWS = 35
-"""Rows of x and of the weight that a thread widens at a time, `ROWS + TILE_OUTS` in the C source."""
 
 _SMALLEST_SHARE = 1 << 16
 """Products that a thread should have at least: about 5 us."""
@@ -54,10 +51,9 @@ def _call(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     (num_rows, width), num_outs = x.shape, weight.shape[0]
     y = torch.empty(num_rows, num_outs, dtype=x.dtype)
     num_threads = min(torch.get_num_threads(), 1 + num_rows * width * num_outs // _SMALLEST_SHARE)
-    scratch = torch.empty(num_threads * _SCRATCH_ROWS * (-(-width // 8) * 8))
     # In the order of the C source's struct.
     packed = _CALL.pack(
-        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), scratch.data_ptr(),
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(),
         x.stride(0), DTYPES[x.dtype], num_rows, width, num_outs, num_threads, 0,
     )  # fmt: skip
     function(packed)

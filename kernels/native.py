@@ -52,6 +52,8 @@ def checked_functions(
 ) -> tuple[Any, ...] | None:
     """Functions of a C source, each of which takes one packed struct; None where they are not to be used.
 
+    What they return is whether they lacked memory: `MemoryError` then.
+
     A compiler that nobody has tried them with made them on this machine: if it did so wrongly, the log says so once.
 
     Args:
@@ -64,12 +66,17 @@ def checked_functions(
         return None
     functions = tuple(getattr(library, name) for name in names)
     for function in functions:
-        function.argtypes, function.restype = (ctypes.c_char_p,), None
+        function.argtypes, function.restype = (ctypes.c_char_p,), _done
     reason = fault(functions)
     if reason is not None:
         logger.warning("%s, as compiled here, is not used, plain torch is: %s", source, reason)
         return None
     return functions
+
+
+def _done(failed: int) -> None:
+    if failed:
+        raise MemoryError("no memory for what a kernel computes in between")
 
 
 def _load(source: Path) -> ctypes.CDLL:

@@ -2,6 +2,7 @@
  * extensions are those of gcc 9 and clang 5, and later ones.
  */
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -11,6 +12,18 @@
 int omp_get_thread_num(void);
 int omp_get_num_threads(void);
 #endif
+
+/* Memory of the calling thread for what a call computes in between, kept for its next calls; NULL where there is none. */
+static inline float *scratch_of_thread(int64_t floats) {
+    static _Thread_local float *kept;
+    static _Thread_local int64_t size;
+    if (floats > size) {
+        free(kept);
+        kept = aligned_alloc(64, (sizeof *kept * (size_t)floats + 63) / 64 * 64);
+        size = kept ? floats : 0;
+    }
+    return kept;
+}
 
 typedef float f4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef float f16 __attribute__((vector_size(64), aligned(4), may_alias));

@@ -419,7 +419,7 @@ static void expand(const Call *call, Group group, const float *low, int thread, 
     }
 }
 
-void lora_fleet_sgmv(const Call *call) {
+int lora_fleet_sgmv(const Call *call) {
     int64_t low_stride = (int64_t)call->projections * call->max_rank;
     /* Rows of x at a time: each is read once for every four of A's, so they should stay in the core's own cache. */
     int most = ROW_BYTES / (call->width * (call->dtype == FP32 ? 4 : 2) + 1) / 4 * 4;
@@ -444,4 +444,5 @@ void lora_fleet_sgmv(const Call *call) {
         for (int g = 0; g < call->num_groups; g++)
             expand(call, call->groups[g], call->scratch + call->groups[g].start * low_stride, thread, threads);
     }
+    return 0;
 }

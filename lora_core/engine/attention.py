@@ -190,7 +190,7 @@ def attend(
     elif attention.schedule is not None:
         out = paged_attention(queries, cache, attention.schedule, scale=scale, window=window, softcap=softcap)
     elif attention.sequences is not None:
-        out = queries.new_empty(queries.shape)
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         attend_native(queries, cache, attention.sequences, out, scale=scale, window=window, softcap=softcap)
     else:
         out = attend_gathered(queries, key_values, cache, attention.reads[window], scale, softcap)

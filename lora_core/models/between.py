@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.row_operations import rms_norm
-from lora_core.models.rotary import Rotation, rotate_
+from kernels import row_operations
+from kernels.row_operations import rms_norm, rotate_
+from lora_core.models.rotary import Rotation
 
 COMPILED_ROWS = (2, 1)
 """Numbers of rows that are compiled: any from two on, and one, which compilers take for special."""
@@ -45,8 +46,7 @@ def join(x: Tensor, part: Tensor, scale: float, weight: Tensor, norm: NormShape)
     Returns:
         joined, normed.
     """
-    joined = torch.add(x, part, alpha=scale)
-    return joined, rms_norm(joined, weight, norm.eps, norm.offset)
+    return row_operations.join(x, part, scale, weight, norm.eps, norm.offset)
 
 
 def join_normed(
@@ -79,7 +79,7 @@ def turn_heads_(
         queries.copy_(rms_norm(queries, weights[0], norm.eps, norm.offset))
         keys.copy_(rms_norm(keys, weights[1], norm.eps, norm.offset))
     if rotation is not None:
-        rotate_(heads[:, :num_rotated], rotation)
+        rotate_(heads[:, :num_rotated], *rotation)
 
 
 class Between(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine for `rotate_`, each `[T, 1, rotated channels]`."""
+"""Cosine and sine for `kernels.row_operations.rotate_`, each `[T, 1, rotated channels]`."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,3 @@ class Rotary(nn.Module):
             cos, sin = angles.cos() * scale, angles.sin() * scale
             rotations.append((torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)))
         return rotations
-
-
-def rotate_(heads: Tensor, rotation: Rotation) -> None:
-    """Rotate `heads` `[T, heads, head_dim]` in place: of the n channels that turn, i together with i + n / 2."""
-    cos, sin = rotation
-    num_rotated = cos.shape[-1]
-    if num_rotated < heads.shape[-1]:
-        heads = heads[..., :num_rotated]
-    partners = heads.roll(num_rotated // 2, -1)
-    heads.mul_(cos).addcmul_(partners, sin)

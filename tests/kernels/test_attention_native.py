@@ -204,29 +204,6 @@ def test_threads_change_no_bit(num_threads: int) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize(
-    ("spans", "heads", "kv_heads"),
-    [([(300, 1)], 9, 3), ([(300, 300)], 9, 3), ([(5, 2)], 4, 4), ([(60, 59), (700, 1)], 71, 1), ([(200, 9)], 71, 1)],
-)
-def test_it_writes_no_further_than_its_scratch(
-    spans: list[tuple[int, int]], heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch, allocated, empty = (
-        Batch(spans, heads=heads, kv_heads=kv_heads, head_dim=72, block_size=16, dtype=torch.float32),
-        [],
-        torch.empty,
-    )
-
-    def guarded(size: int) -> Tensor:
-        allocated.append(empty(size + 4096).fill_(7))
-        return allocated[-1][:size]
-
-    monkeypatch.setattr(torch, "empty", guarded)
-    batch.attend()
-    (scratch,) = allocated
-    assert (scratch[-4096:] == 7).all()
-
-
 def test_what_it_takes() -> None:
     assert can_attend(torch.float32, 64)
     assert can_attend(torch.bfloat16, 8)

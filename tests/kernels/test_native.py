@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import build_routing, native, sgmv, sgmv_native
 from kernels.loops import Loop, Segment
-from kernels.native import CACHE_VARIABLE, native_library
+from kernels.native import CACHE_VARIABLE, checked_functions, native_library
 from kernels.sgmv_native import expand_native, sgmv_function
 from tests.kernels.cases import make_case
 
@@ -109,6 +109,16 @@ def test_a_kernel_that_computes_wrongly_is_not_used(
     (record,) = caplog.records
     assert "sgmv_native.c, as compiled here, is not used" in record.message
     assert f"a product of its in {dtype} differs" in record.message
+
+
+def test_a_function_that_lacks_memory_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache.parent / "poor.c").write_text("int poor(const char *call) { return *call == 'x'; }")
+    monkeypatch.setattr(native, "__file__", str(cache.parent / "native.py"))
+    functions = checked_functions("poor.c", ["poor"], lambda functions: None)
+    assert functions is not None
+    functions[0](b"enough")
+    with pytest.raises(MemoryError, match="no memory for what a kernel computes in between"):
+        functions[0](b"x")
 
 
 def test_a_cache_that_others_can_write_to_is_not_used(cache: Path) -> None:

@@ -1,6 +1,7 @@
 """The packed linear layer against torch's own, packed and not."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_a_missing_private_operator_leaves_the_plain_weight(operator: str, monke
 def test_a_private_operator_that_means_something_else_leaves_the_plain_weight(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    operator = torch.ops.mkldnn._linear_pointwise
+    operator = torch.ops.mkldnn._linear_pointwise.default
 
     def without_bias(x: torch.Tensor, weight: torch.Tensor, bias: object, *rest: object) -> torch.Tensor:
         return operator(x, weight, None, *rest)  # type: ignore[no-any-return]
@@ -135,7 +136,7 @@ def test_a_private_operator_that_means_something_else_leaves_the_plain_weight(
     weight, bias = weight_and_bias(dtype)
     if not PackedLinear(weight, bias).is_packed:
         pytest.skip("this processor packs nothing")
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", without_bias)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=without_bias))
     layer = PackedLinear(weight, bias)
     assert not layer.is_packed
     x = torch.randn(3, 64).to(dtype)

@@ -50,22 +50,6 @@ static inline f4 sums4(const f8 *p) {
 
 static inline float sum8(f8 v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
 
-/* Eight numbers of the cache or the queries in fp32. */
-INLINE f8 read8(const void *from, int dtype, int64_t at) {
-    const uint16_t *halves = (const uint16_t *)from + at;
-    return dtype == FP32 ? *(const f8 *)((const float *)from + at) : dtype == BF16 ? widened8(halves) : widened_half8(halves);
-}
-
-/* Eight numbers of the result, rounded. */
-INLINE void write8(void *to, int dtype, int64_t at, f8 values) {
-    if (dtype == FP32)
-        *(f8 *)((float *)to + at) = values;
-    else if (dtype == BF16)
-        round8((uint16_t *)to + at, values);
-    else
-        round_half8((uint16_t *)to + at, values);
-}
-
 /* scores[h][t] = q[h] . keys[t] for H query heads: keys are read, and widened, once for all of them. */
 #define SCORE(NAME, H)                                                                                                \
     INLINE void NAME(const float *q, const void *keys, int dtype, int64_t at,                                         \

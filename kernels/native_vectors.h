@@ -104,20 +104,6 @@ static inline void round8(uint16_t *to, f8 values) {
 #endif
 }
 
-#ifdef __F16C__
-INLINE f8 widened_half8(const void *from) { return (f8)_mm256_cvtph_ps(_mm_loadu_si128(from)); }
-INLINE float widened_half(uint16_t value) { return _cvtsh_ss(value); }
-INLINE uint16_t rounded_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
-INLINE void round_half8(uint16_t *to, f8 values) {
-    _mm_storeu_si128((void *)to, _mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
-}
-#else /* not served: the check of what was compiled finds zeros */
-INLINE f8 widened_half8(const void *from) { return (void)from, (f8){0}; }
-INLINE float widened_half(uint16_t value) { return (void)value, 0.0f; }
-INLINE uint16_t rounded_half(float value) { return (void)value, 0; }
-INLINE void round_half8(uint16_t *to, f8 values) { (void)values, memset(to, 0, 16); }
-#endif
-
 /* The widest vector of fp32 numbers that the processor multiplies at once, and a sum of products in it. */
 #ifdef __AVX512F__
 typedef f16 Part;
@@ -132,6 +118,49 @@ enum { PART = 8 };
 #define ADD_FP32(sum, row, weights) (sum = fused8(row, weights, sum))
 static inline Part part_of(float v) { return (Part){v, v, v, v, v, v, v, v}; }
 #endif
+
+#ifdef __F16C__
+INLINE f8 widened_half8(const void *from) { return (f8)_mm256_cvtph_ps(_mm_loadu_si128(from)); }
+INLINE float widened_half(uint16_t value) { return _cvtsh_ss(value); }
+INLINE uint16_t rounded_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+INLINE void round_half8(uint16_t *to, f8 values) {
+    _mm_storeu_si128((void *)to, _mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
+}
+#else /* not served: the check of what was compiled finds zeros */
+INLINE f8 widened_half8(const void *from) { return (void)from, (f8){0}; }
+INLINE float widened_half(uint16_t value) { return (void)value, 0.0f; }
+INLINE uint16_t rounded_half(float value) { return (void)value, 0; }
+INLINE void round_half8(uint16_t *to, f8 values) { (void)values, memset(to, 0, 16); }
+#endif
+
+/* Values of a tensor in fp32, and what they are rounded to. The type is always a constant where these are called, and so
+ * chosen by the compiler.
+ */
+INLINE f8 read8(const void *from, int dtype, int64_t at) {
+    const uint16_t *halves = (const uint16_t *)from + at;
+    return dtype == FP32 ? *(const f8 *)((const float *)from + at) : dtype == BF16 ? widened8(halves) : widened_half8(halves);
+}
+
+INLINE float read1(const void *from, int dtype, int64_t at) {
+    uint16_t half = dtype == FP32 ? 0 : ((const uint16_t *)from)[at];
+    return dtype == FP32 ? ((const float *)from)[at] : dtype == BF16 ? widened(half) : widened_half(half);
+}
+
+INLINE void write8(void *to, int dtype, int64_t at, f8 values) {
+    if (dtype == FP32)
+        *(f8 *)((float *)to + at) = values;
+    else if (dtype == BF16)
+        round8((uint16_t *)to + at, values);
+    else
+        round_half8((uint16_t *)to + at, values);
+}
+
+INLINE void write1(void *to, int dtype, int64_t at, float value) {
+    if (dtype == FP32)
+        ((float *)to)[at] = value;
+    else
+        ((uint16_t *)to)[at] = dtype == BF16 ? rounded(value) : rounded_half(value);
+}
 
 /* Lane i of the result is the sum of the lanes of p[i]. */
 static inline f8 sums8(const f8 *p) {

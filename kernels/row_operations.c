@@ -25,28 +25,6 @@ typedef struct {
     float eps, offset, scale;
 } Call;
 
-static inline f8 read8(const void *from, int dtype, int64_t at) {
-    return dtype == FP32 ? *(const f8 *)((const float *)from + at) : widened8((const uint16_t *)from + at);
-}
-
-static inline float read1(const void *from, int dtype, int64_t at) {
-    return dtype == FP32 ? ((const float *)from)[at] : widened(((const uint16_t *)from)[at]);
-}
-
-static inline void write8(void *to, int dtype, int64_t at, f8 values) {
-    if (dtype == FP32)
-        *(f8 *)((float *)to + at) = values;
-    else
-        round8((uint16_t *)to + at, values);
-}
-
-static inline void write1(void *to, int dtype, int64_t at, float value) {
-    if (dtype == FP32)
-        ((float *)to)[at] = value;
-    else
-        ((uint16_t *)to)[at] = rounded(value);
-}
-
 /* Row `to` of the result, from x's values from `from` on. */
 INLINE void norm(const Call *call, int dtype, const void *x, int64_t from, int64_t to) {
     int width = call->width, k = 0;
@@ -92,8 +70,10 @@ INLINE void join_row(const Call *call, int dtype, int64_t row) {
     }
 SHARE(norm_fp32, norm_row, FP32)
 SHARE(norm_bf16, norm_row, BF16)
+SHARE(norm_fp16, norm_row, FP16)
 SHARE(join_fp32, join_row, FP32)
 SHARE(join_bf16, join_row, BF16)
+SHARE(join_fp16, join_row, FP16)
 
 INLINE void gate_row(const Call *call, int dtype, int64_t row) {
     int64_t from = row * call->x_stride, to = row * call->width;
@@ -110,6 +90,7 @@ INLINE void gate_row(const Call *call, int dtype, int64_t row) {
 }
 SHARE(gate_fp32, gate_row, FP32)
 SHARE(gate_bf16, gate_row, BF16)
+SHARE(gate_fp16, gate_row, FP16)
 
 /* Eight values of a head, and those that turn with them, `half` further on. */
 INLINE void rotate8(const Call *call, int dtype, int64_t head, int64_t turn, int half) {
@@ -137,8 +118,13 @@ INLINE void rotate_row(const Call *call, int dtype, int64_t row) {
 }
 SHARE(rotate_fp32, rotate_row, FP32)
 SHARE(rotate_bf16, rotate_row, BF16)
+SHARE(rotate_fp16, rotate_row, FP16)
 
-static int run(const Call *call, void (*share)(const Call *, int, int)) {
+typedef void Share(const Call *call, int thread, int threads);
+
+/* Each row is a thread's. */
+static int run(const Call *call, Share *const *shares) {
+    Share *share = shares[call->dtype];
 #pragma omp parallel num_threads(call->num_threads) if (call->num_threads > 1)
     {
         int thread = 0, threads = 1;
@@ -151,10 +137,12 @@ static int run(const Call *call, void (*share)(const Call *, int, int)) {
     return 0;
 }
 
-int lora_fleet_rms_norm(const Call *call) { return run(call, call->dtype == FP32 ? norm_fp32 : norm_bf16); }
-
-int lora_fleet_gate(const Call *call) { return run(call, call->dtype == FP32 ? gate_fp32 : gate_bf16); }
-
-int lora_fleet_join(const Call *call) { return run(call, call->dtype == FP32 ? join_fp32 : join_bf16); }
-
-int lora_fleet_rotate(const Call *call) { return run(call, call->dtype == FP32 ? rotate_fp32 : rotate_bf16); }
+#define FUNCTION(NAME, ROW)                                                  \
+    int NAME(const Call *call) {                                             \
+        static Share *const shares[] = {ROW##_fp32, ROW##_bf16, ROW##_fp16}; \
+        return run(call, shares);                                            \
+    }
+FUNCTION(lora_fleet_rms_norm, norm)
+FUNCTION(lora_fleet_join, join)
+FUNCTION(lora_fleet_gate, gate)
+FUNCTION(lora_fleet_rotate, rotate)

@@ -4,7 +4,7 @@ torch computes each of them in several passes over its input, in bf16 with copie
 """
 
 import struct
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.native import checked_functions
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Data types that the C source takes, with the numbers by which it knows them."""
 
 _NAMES = ("rms_norm", "join", "gate", "rotate")
@@ -24,7 +24,7 @@ _CALL = struct.Struct("=7Q2q6i3f")
 _SMALLEST_SHARE = 1 << 16
 """Values that a thread should have at least: about 10 us."""
 
-_TOLERANCE = 1e-5
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 5e-3}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -118,7 +118,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _is_served(x: Tensor) -> bool:
     """Whether the C source is for this tensor; a gradient is torch's to compute, and compiled code the compiler's."""
     is_plain = x.is_cpu and x.dtype in DTYPES and not x.requires_grad and not torch.compiler.is_compiling()
-    return is_plain and row_functions() is not None
+    return is_plain and row_functions(x.dtype) is not None
 
 
 def _is_weight(weight: Tensor, x: Tensor) -> bool:
@@ -141,7 +141,7 @@ def _call(
     """Call a function of the C source, whose struct names the arguments; `functions` are those of `row_functions`."""
     num_rows = x.shape[0]
     num_threads = min(torch.get_num_threads(), 1 + num_rows * heads * width // _SMALLEST_SHARE)
-    functions = functions or row_functions()
+    functions = functions or row_functions(x.dtype)
     assert functions is not None, "callers ask whether they are there"
     # In the order of the C source's struct.
     packed = _CALL.pack(
@@ -155,36 +155,39 @@ def _call(
 
 
 @cache
-def row_functions() -> dict[str, Any] | None:
-    """The compiled functions by the names of `_NAMES`; None where there are none, or where they compute wrongly."""
-    functions = checked_functions("row_operations.c", [f"lora_fleet_{name}" for name in _NAMES], _fault)
+def row_functions(dtype: torch.dtype) -> dict[str, Any] | None:
+    """The compiled functions by the names of `_NAMES`; None where they serve the data type wrongly, or not at all."""
+    names = [f"lora_fleet_{name}" for name in _NAMES]
+    functions = checked_functions("row_operations.c", names, partial(_fault, dtype))
     return None if functions is None else dict(zip(_NAMES, functions, strict=True))
 
 
-def _fault(found: tuple[Any, ...]) -> str | None:
+def _fault(dtype: torch.dtype, found: tuple[Any, ...]) -> str | None:
     """What is wrong with the functions, found by a few rows; None where they are right."""
     functions = dict(zip(_NAMES, found, strict=True))
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        x, part, weight = (torch.randn(size, generator=generator) for size in ((3, 74), (3, 74), (74,)))
-        normed, joined, joined_normed, gated = (torch.empty(3, width) for width in (74, 74, 74, 37))
+        x, part, weight = (torch.randn(size, generator=generator).to(dtype) for size in ((3, 74), (3, 74), (74,)))
+        normed, joined, joined_normed, gated = (torch.empty(3, width, dtype=dtype) for width in (74, 74, 74, 37))
         norm: dict[str, Any] = {"weight": weight, "eps": 1e-5, "offset": 1.0, "functions": functions}
         _call("rms_norm", x, 74, out=normed, **norm)
         _call("join", x, 74, out=joined_normed, part=part, joined=joined, scale=0.5, **norm)
         _call("gate", x, 37, out=gated, functions=functions)
         heads, cos, sin = x.clone(), part, part.flip(0).contiguous()
         _call("rotate", heads, 74, cos=cos, sin=sin, heads=1, dim=74, functions=functions)
-        exact, both = x.double(), (x + 0.5 * part).double()
+        exact, both = x.double(), x.double() + 0.5 * part.double()
         gates, up = exact.chunk(2, 1)
         pairs = (
             (normed, _normed(exact, weight)),
             (joined, both),
             (joined_normed, _normed(both, weight)),
             (gated, F.silu(gates) * up),
-            (heads, exact * cos + exact.roll(37, 1) * sin),
+            (heads, exact * cos.double() + exact.roll(37, 1) * sin.double()),
         )
         wrong = max(float((got.double() - expected).abs().max()) for got, expected in pairs)
-    return None if wrong < _TOLERANCE else f"an output of theirs differs by {wrong:g} from what is right"
+    if wrong < _TOLERANCE[dtype]:
+        return None
+    return f"an output of theirs in {dtype} differs by {wrong:g} from what is right"
 
 
 def _normed(exact: Tensor, weight: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def device_stand_in() -> Iterator[list[OperatorRecorder]]:
         patch.object(runner, "recorder_for", recorder_for),
         patch.object(inputs, "build_routing", tiled_routing),
         # What is written in C for CPUs is no operator of torch's, and is not recorded.
-        patch("kernels.row_operations.row_functions", lambda: None),
+        patch("kernels.row_operations.row_functions", lambda dtype: None),
         poisoned_empty(),
     ):
         yield recorders

@@ -190,6 +190,44 @@ def test_a_key_that_is_no_number_reaches_the_rows_that_attend_to_it(token: int) 
     assert out.isnan().flatten(1).any(1).tolist() == [row >= token for row in range(200)]
 
 
+@pytest.mark.parametrize("rows", [1, 30])
+def test_what_lies_before_the_window_is_not_read(rows: int) -> None:
+    """Nor weighed: blocks of another request may be there by then."""
+    batch = Batch([(400, rows)], heads=4, kv_heads=2, head_dim=32, block_size=16, dtype=torch.float32)
+    right = batch.attend(window=50)
+    for token in range(400 - rows - 49):
+        batch.cache[:, batch.tables[0, token // 16], :, token % 16] = torch.nan
+    assert torch.equal(batch.attend(window=50), right)
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+def test_scores_may_all_be_far_below_zero(rows: int) -> None:
+    """A weight is relative to the largest score, not to 0, and not to what a row that is masked could have."""
+    batch = Batch([(200, rows)], heads=2, kv_heads=1, head_dim=16, block_size=16, dtype=torch.float32)
+    batch.queries[..., 0] = 40
+    batch.past[0][0, :, :, 0] = -40
+    for token in range(200):
+        batch.cache[0, batch.tables[0, token // 16], :, token % 16, 0] = -40
+    out, (past,) = batch.attend(), batch.past
+    for row, query in enumerate(batch.queries[:-1]):
+        expected = attended(query, past[:, : 200 - rows + row + 1], 0.2, None)
+        # fp32 has steps of 3e-5 at scores of -320.
+        torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_rows_may_lie_apart(dtype: torch.dtype) -> None:
+    """Those of queries are, within what is projected for queries, keys and values."""
+    batch = Batch([(30, 1), (90, 40)], heads=4, kv_heads=2, head_dim=32, block_size=16, dtype=dtype)
+    right, wide = batch.attend(), torch.full((len(batch.queries), 11, 32), torch.nan).to(dtype)
+    wide[:, 2:6] = batch.queries
+    out = torch.full((len(batch.queries), 9, 32), 7).to(dtype)
+    sequences = PagedSequences.of(batch.rows, batch.counts, batch.lengths, batch.tables)
+    attend_native(wide[:, 2:6], batch.cache, sequences, out[:, 3:7], scale=0.2)
+    assert torch.equal(out[:, 3:7], right)
+    assert (out[:, [0, 1, 2, 7, 8]] == 7).all()
+
+
 @pytest.mark.parametrize("num_threads", [2, 5])
 def test_threads_change_no_bit(num_threads: int) -> None:
     spans = [(400, 1), (3, 1), (250, 90), (250, 1)]

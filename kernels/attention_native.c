@@ -280,14 +280,20 @@ INLINE void pack_keys(const Call *call, int dtype, Tile tile, Block block, float
     }
 }
 
-/* Values of a block as panels [KEYS, PANEL]; columns past the width of a head are what was there before. */
-INLINE void pack_values(const Call *call, int dtype, Tile tile, Block block, float *panels) {
+/* Values of a block as panels [KEYS, PANEL]; columns past the width of a head are what was there before. Returns whether
+ * all values are finite. */
+INLINE int pack_values(const Call *call, int dtype, Tile tile, Block block, float *panels) {
+    f8 zeros = {0};
     for (int t = block.skipped; t < block.count; t++) {
         int64_t from = call->plane + place(call, tile.table, tile.kv_head, block.first + t);
         float *to = panels + t * PANEL;
-        for (int d = 0; d < call->dim; d += 8)
-            *(f8 *)(to + d / PANEL * KEYS * PANEL + d % PANEL) = read8(call->cache, dtype, from + d);
+        for (int d = 0; d < call->dim; d += 8) {
+            f8 some = read8(call->cache, dtype, from + d);
+            *(f8 *)(to + d / PANEL * KEYS * PANEL + d % PANEL) = some;
+            zeros += some * 0.0f;
+        }
     }
+    return sum8(zeros) == 0;
 }
 
 /* What is known of a row's softmax: the largest score, and the sum of the weights relative to it. */
@@ -323,6 +329,17 @@ static void soften_block(const Call *call, float *scores, int count, int from, i
     row->sum += sum8(sums);
 }
 
+/* out += weights @ values of tokens [from, to) of a block for one row, as `product` adds them up. That gives a token which
+ * a row does not attend to a weight of 0, and 0 times what is not finite is no number: such blocks take this instead. */
+static void weigh_alone(const float *weights, const float *values, int from, int to, int dim, float *out) {
+    for (int d = 0; d < dim; d += 8) {
+        const float *column = values + d / PANEL * KEYS * PANEL + d % PANEL;
+        f8 sum = {0};
+        for (int t = from; t < to; t++) sum = fused8((f8){0} + weights[t], *(const f8 *)(column + t * PANEL), sum);
+        *(f8 *)(out + d) += sum;
+    }
+}
+
 /* Several rows: the g query heads of one KV head for each, row by row. */
 INLINE int attend_many(const Call *call, int dtype, Tile tile) {
     int dim = call->dim, group = call->heads / call->kv_heads, count = tile.count * group;
@@ -345,17 +362,19 @@ INLINE int attend_many(const Call *call, int dtype, Tile tile) {
         Block block = {start, tile.length - start < KEYS ? tile.length - start : KEYS, first > start ? first - start : 0};
         int depth = block.count - block.skipped;
         pack_keys(call, dtype, tile, block, keys);
-        pack_values(call, dtype, tile, block, values);
+        int is_finite = pack_values(call, dtype, tile, block, values);
         for (int t = 0; t < block.count; t += PANEL)
             for (int r = 0; r < padded; r += PRODUCT_ROWS)
                 for (int d = 0; d < dim; d += DEPTH)
                     product(q + r * dim + d, dim, keys + t * dim + d * PANEL, dim - d < DEPTH ? dim - d : DEPTH,
                             scores + r * KEYS + t, KEYS, d > 0);
         for (int r = 0; r < count; r++) {
-            int end = position + r / group + 1 - start;
-            soften_block(call, scores + r * KEYS, block.count, end - window, end, rows + r, out + r * width, width);
+            int end = position + r / group + 1 - start, to = end < block.count ? end : block.count;
+            int from = end - window > block.skipped ? end - window : block.skipped;
+            soften_block(call, scores + r * KEYS, block.count, from, to, rows + r, out + r * width, width);
+            if (!is_finite) weigh_alone(scores + r * KEYS, values, from, to, dim, out + r * width);
         }
-        for (int d = 0; d < width; d += PANEL)
+        for (int d = 0; is_finite && d < width; d += PANEL)
             for (int r = 0; r < padded; r += PRODUCT_ROWS)
                 product(scores + r * KEYS + block.skipped, KEYS, values + d * KEYS + block.skipped * PANEL, depth,
                         out + r * width + d, width, 1);

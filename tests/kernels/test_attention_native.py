@@ -181,13 +181,24 @@ def test_what_is_no_number_reaches_its_own_row_only() -> None:
     assert int(out.isnan().sum()) == 2 * 2 * 16
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("plane", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("token", [0, 130, 199])
-def test_a_key_that_is_no_number_reaches_the_rows_that_attend_to_it(token: int) -> None:
+def test_what_is_not_finite_reaches_the_rows_that_attend_to_it(
+    token: int, plane: int, number: float, window: int | None
+) -> None:
+    """No other row of their prompt, whose keys and values later requests may share."""
     batch = Batch([(200, 200), (7, 1)], heads=2, kv_heads=1, head_dim=16, block_size=8, dtype=torch.float32)
-    block = batch.tables[0, token // 8]
-    batch.cache[0, block, :, token % 8] = torch.nan
-    out = batch.attend()[batch.rows[0] : batch.rows[0] + 200]
-    assert out.isnan().flatten(1).any(1).tolist() == [row >= token for row in range(200)]
+    rows = slice(int(batch.rows[0]), int(batch.rows[0]) + 200)
+    batch.queries.abs_()  # An infinite key's score is infinite, too.
+    before = batch.attend(window=window)[rows]
+    batch.cache[plane, batch.tables[0, token // 8], :, token % 8] = number
+    out = batch.attend(window=window)[rows]
+    attends = [token <= row < token + (window or 200) for row in range(200)]
+    assert (~out.isfinite()).flatten(1).any(1).tolist() == attends
+    others = ~torch.tensor(attends)
+    assert torch.equal(out[others], before[others])
 
 
 @pytest.mark.parametrize("rows", [1, 30])
@@ -249,13 +260,14 @@ def test_what_it_takes() -> None:
     assert not can_attend(torch.float32, 12)
 
 
+@pytest.mark.parametrize("wrong", ["(call->scale + 0.1f)", "NAN"])
 def test_a_kernel_that_computes_wrongly_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = Path(native.__file__).parent
     for name in ("attention_native.c", "native_vectors.h"):
         text = (folder / name).read_text()
-        (tmp_path / name).write_text(text.replace("* call->scale", "* (call->scale + 0.1f)"))
+        (tmp_path / name).write_text(text.replace("* call->scale", f"* {wrong}"))
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     native_library.cache_clear()

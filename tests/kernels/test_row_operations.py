@@ -157,12 +157,13 @@ def test_fp64_is_left_to_torch(offset: float) -> None:
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("wrong", ["2 * call->eps + 1e-3f", "NAN"])
 def test_functions_that_compute_wrongly_are_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = Path(native.__file__).parent
     for name in ("row_operations.c", "native_vectors.h"):
-        (tmp_path / name).write_text((folder / name).read_text().replace("+ call->eps", "+ 2 * call->eps + 1e-3f"))
+        (tmp_path / name).write_text((folder / name).read_text().replace("+ call->eps", f"+ {wrong}"))
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     native_library.cache_clear()

@@ -29,7 +29,7 @@ typedef struct {
     float scale, softcap;
 } Call;
 
-enum { ROWS = 48 /* queries of a tile */, PRODUCT_ROWS = 6, PANEL = 2 * PART, KEYS = 128 };
+enum { ROWS = 96 /* queries of a tile: fewer, and keys are packed more often than they are worth */, PRODUCT_ROWS = 6, PANEL = 2 * PART, KEYS = 128 };
 enum { DEPTH = 64 /* products that are added up one by one */ };
 
 /* Rows [row, row + count) of a sequence, of which the last one attends to `length` tokens; alone: all of its rows, one. */

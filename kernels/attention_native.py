@@ -24,6 +24,9 @@ _CALL = struct.Struct("=7Q3q10i2f")
 _SMALLEST_SHARE = 1 << 15
 """Values of keys and values that a thread should have to read at least: about 5 us."""
 
+_LONGEST_WINDOW = 1 << 30
+"""Longer ones, which reach past any sequence, are taken for this."""
+
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -91,7 +94,7 @@ def attend_native(
     """
     function = attention_function(queries.dtype)
     assert function is not None, "callers ask whether it is there"
-    _call(function, queries, cache, sequences, out, scale, window or 0, softcap or 0.0)
+    _call(function, queries, cache, sequences, out, scale, min(window or 0, _LONGEST_WINDOW), softcap or 0.0)
 
 
 def _call(
@@ -133,10 +136,12 @@ def attention_function(dtype: torch.dtype) -> Any | None:
 def _fault(dtype: torch.dtype, functions: tuple[Any, ...]) -> str | None:
     """What is wrong with the function, found by three short sequences; None where it is right."""
     (function,) = functions
-    counts, lengths, tables = np.array([1, 1, 20]), np.array([21, 3, 25]), np.array([[2, 0], [1, 1], [4, 3]])
+    # The last one has more tokens than are packed at a time.
+    counts, lengths, tables = np.array([1, 1, 20]), np.array([21, 3, 140]), 26 - np.arange(27).reshape(3, 9)
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        queries, cache = (torch.randn(size, generator=generator).to(dtype) for size in ((22, 4, 16), (2, 5, 2, 16, 16)))
+        sizes = (22, 4, 16), (2, 27, 2, 16, 16)
+        queries, cache = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
         out, rows = torch.empty_like(queries), np.cumsum(counts) - counts
         _call(function, queries, cache, PagedSequences.of(rows, counts, lengths, tables), out, 0.3, 0, 0.0)
         errors = []

@@ -193,7 +193,7 @@ static inline f8 exp8(f8 x) {
     return p * (f8)((power + 127) << 23);
 }
 
-/* tanh within 8 units in the last place. What is no number stays none. */
+/* tanh within 9 units in the last place. What is no number stays none. */
 static inline f8 tanh8(f8 x) {
     i8 is_small = (i8)((f8)((i8)x & 0x7fffffff) < 0.25f);
     f8 square = x * x, p = square * (-1382.0f / 155925) + 62.0f / 2835;

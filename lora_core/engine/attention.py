@@ -64,9 +64,9 @@ class AttentionMetadata:
 
 
 def paged_layout(layout: KVLayout, num_heads: int, *, dtype: torch.dtype, device: torch.device) -> PagedLayout | None:
-    """What `build_attention` takes as `paged` for a model on a device: None where pages are to be gathered.
+    """What `build_attention` takes as `paged` for a model on a device: None where the Triton kernels do not attend.
 
-    They are on the CPU; and where the Triton kernels do not serve the device or the model, of which the log says why.
+    They do not on the CPU; nor where they do not serve the device or the model, of which the log says why.
 
     Args:
         layout: Of the KV cache.
@@ -102,10 +102,11 @@ def build_attention(
         spans: One for each sequence; its tokens take the next `q_len` rows of the step.
         layout: Of the KV cache.
         windows: The distinct windows of the model's layers: tokens a token attends to, itself included, or None for
-            all before it.
+            all before it. Of use where pages are gathered.
         dtype: Of the model's activations.
         device: Where the step runs.
-        paged: What `paged_layout` gives for the model: the Triton kernels attend. None: pages are gathered.
+        paged: What `paged_layout` gives for the model: the Triton kernels attend. None: on the CPU the C kernel does,
+            where it serves the model; elsewhere pages are gathered.
         flashinfer: Attends in their place.
     """
     q_lens = np.array([span.q_len for span in spans])

@@ -1,4 +1,4 @@
-"""The engine with the Triton kernels in place of gathered pages: the same tokens, from the same runner."""
+"""The engine with the Triton kernels in place of those of the CPU: the same tokens, from the same runner."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_the_kernels_tables_have_few_shapes() -> None:
     assert shapes([(20, 1)] * 2 + [(0, 6)]) == ((2, 4), (4, 8), shapes([(20, 1)] * 2 + [(18, 6)])[2])
 
 
-def test_pages_are_gathered_on_the_cpu_and_where_the_kernels_do_not_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_kernels_are_not_for_the_cpu_nor_for_where_they_do_not_run(caplog: pytest.LogCaptureFixture) -> None:
     layout = KVLayout(num_blocks=64, num_kv_heads=2, block_size=4, head_dim=8)
     assert paged_layout(layout, 4, dtype=torch.float32, device=CPU) is None
     assert not caplog.records
